@@ -1,0 +1,40 @@
+# Two commands do all the set-up: `make quickstart` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+# threads that wait actively starve each other when tests run side by side
+export OMP_WAIT_POLICY := passive
+
+.PHONY: install quickstart test test-slow lint bench docs clean
+
+install: .venv/.installed
+
+.venv/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+quickstart: install
+	$(BIN)/replaylab data info sample
+	$(BIN)/replaylab train bc --data sample --top-fraction 0.3 --steps 5000 --seeds 0 1 2 --out runs/quickstart --overwrite
+	@echo "open runs/quickstart/report.html in a browser"
+
+test: install lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+test-slow: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m slow --timeout 3600
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/replaylab bench
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf .venv site runs

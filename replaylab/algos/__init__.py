@@ -1,0 +1,79 @@
+"""One file per system: Config, losses, update, act.
+
+A system is a module with `Config`, `PRESETS` and `Agent`. An agent is an nn.Module that trains every seed of a run
+at once; `phases(episodes)` says what is trained in which order, `act(observations, state)` answers a batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylab.data.episodes import Episodes
+from replaylab.errors import UsageError, nearest
+
+SYSTEMS = {"bc": "replaylab.algos.bc"}
+
+
+def system(name: str) -> ModuleType:
+    if name not in SYSTEMS:
+        raise UsageError(f"unknown system '{name}'{nearest(name, SYSTEMS)}")
+    return importlib.import_module(SYSTEMS[name])
+
+
+@dataclass(frozen=True)
+class Spaces:
+    """What an agent sees and does; enough to rebuild it without the data."""
+
+    observation_shape: list[int]
+    observation_dtype: str
+    action_dim: int  # dimensions, or how many discrete actions
+    discrete: bool
+    action_low: list[float] | None = None
+    action_high: list[float] | None = None
+
+    @staticmethod
+    def of(episodes: Episodes) -> Spaces:
+        low, high = (None, None) if episodes.discrete else (b.tolist() for b in episodes.action_bounds)
+        shape, dtype = list(episodes.observations.shape[1:]), str(episodes.observations.dtype)
+        return Spaces(shape, dtype, episodes.action_dim, episodes.discrete, low, high)
+
+
+@dataclass
+class Phase:
+    """One stretch of training: `update(sampler.gather(indices))`, `steps` times.
+
+    `update` stays on the device: it returns tensors of shape (seeds,), never a Python number.
+    """
+
+    name: str
+    steps: int
+    sampler: Any  # data.sample.Transitions, Windows, ...
+    update: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+class Normalizer(torch.nn.Module):
+    """(x - mean) / std, from statistics of the data; the identity until fitted."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, shape: Sequence[int]):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(*shape))
+        self.register_buffer("std", torch.ones(*shape))
+
+    def fit(self, episodes: Episodes) -> None:
+        mean, std = episodes.observation_stats()
+        self.mean.copy_(torch.as_tensor(mean.astype(np.float32)))
+        self.std.copy_(torch.as_tensor((std + 1e-6).astype(np.float32)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.std

@@ -1,0 +1,97 @@
+"""Behaviour cloning: predict the logged action from the observation.
+
+Continuous actions: a tanh network scaled to the action box, squared error. Discrete actions: cross-entropy, and the
+most likely action when acting. With `top_fraction` it clones the best episodes only (the %BC of the Decision
+Transformer paper), which is the baseline every return-conditioned method has to beat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from replaylab.algos import Normalizer, Phase, Spaces
+from replaylab.config import knob
+from replaylab.data.episodes import Episodes
+from replaylab.data.sample import Store, Transitions
+from replaylab.errors import UsageError
+from replaylab.models.mlp import ACTIVATIONS, MLP, generators
+
+
+@dataclass
+class Config:
+    """Behaviour cloning."""
+
+    steps: int = knob(100_000, "updates")
+    batch_size: int = knob(256, "rows a batch")
+    lr: float = knob(3e-4, "Adam's learning rate")
+    weight_decay: float = knob(0.0, "decoupled weight decay (AdamW)")
+    hidden: list[int] = knob([256, 256], "widths of the hidden layers")
+    activation: str = knob("relu", "between the layers", ACTIVATIONS)
+    normalize: bool = knob(True, "standardise observations with the data's mean and deviation")
+    top_fraction: float = knob(1.0, "clone only the best episodes, up to this fraction of the rows")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "debug": {"steps": 500, "batch_size": 64, "hidden": [64, 64], "eval_episodes": 2, "final_episodes": 4},
+}
+
+
+class Agent(nn.Module):
+    def __init__(self, config: Config, spaces: Spaces, seeds: Sequence[int], device: torch.device):
+        super().__init__()
+        if len(spaces.observation_shape) != 1:
+            raise UsageError(f"bc takes vectors, not observations of shape {tuple(spaces.observation_shape)}")
+        self.config, self.seeds, self.device, self.discrete = config, list(seeds), device, spaces.discrete
+        self.normalizer = Normalizer(spaces.observation_shape)
+        self.policy = MLP(
+            generators(seeds), spaces.observation_shape[0], config.hidden, spaces.action_dim, config.activation
+        )
+        if not self.discrete:
+            low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
+            self.register_buffer("center", (high + low) / 2)
+            self.register_buffer("scale", (high - low) / 2)
+        self.to(device)
+        self.optimizers = {
+            "policy": torch.optim.AdamW(
+                self.policy.parameters(),
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                fused=True,
+                capturable=device.type == "cuda",
+            )
+        }
+
+    def phases(self, episodes: Episodes) -> list[Phase]:
+        if self.config.normalize:
+            self.normalizer.fit(episodes)
+        store = Store(episodes.top_fraction(self.config.top_fraction), self.device)
+        rows = Transitions(store, self.seeds, self.config.batch_size, next_observations=False)
+        return [Phase("clone", self.config.steps, rows, self.update)]
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:  # (seeds,)
+        predicted = self.predict(batch["observations"])
+        if self.discrete:
+            logits, actions = predicted.flatten(0, 1), batch["actions"].flatten()
+            return nn.functional.cross_entropy(logits, actions, reduction="none").view(len(self.seeds), -1).mean(1)
+        return (predicted - batch["actions"]).square().mean((1, 2))
+
+    def predict(self, observations: Tensor) -> Tensor:  # (seeds, batch, observation) -> actions, or logits
+        output = self.policy(self.normalizer(observations))
+        return output if self.discrete else self.center + self.scale * torch.tanh(output)
+
+    def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        optimizer = self.optimizers["policy"]
+        optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(batch)
+        loss.sum().backward()
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+    def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        predicted = self.predict(observations)
+        return (predicted.argmax(-1) if self.discrete else predicted), state

@@ -1,0 +1,128 @@
+"""Making benchmark data: `collect` picks the way by environment, and writes the recipe beside the data."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import replaylab
+from replaylab.config import resolve
+from replaylab.data.episodes import Episodes, concatenate
+from replaylab.data.write import save
+from replaylab.errors import DataError, UsageError, nearest
+
+LEVELS = ("random", "medium", "medium-replay", "full-replay", "expert", "medium-expert", "mixed")
+
+
+def collect(
+    env: str,
+    out: str | Path,
+    *,
+    level: str | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    overwrite: bool = False,
+    format: str | None = None,
+    **settings: Any,
+) -> Path:
+    """Make a dataset of `env` at `out`; `level="all"` makes one folder a level. Returns `out`.
+
+    The same command run again after a kill goes on with the last whole chapter of training.
+    """
+    out = Path(out)
+    if env.startswith("atari/"):
+        from replaylab.collect.atari import collect_atari
+
+        if level not in (None, "replay"):
+            raise UsageError(f"{env}: unknown level '{level}'; Atari data has one, 'replay'")
+        return collect_atari(
+            env, steps or 1_000_000, out, seed=seed, device=device, overwrite=overwrite, **settings
+        )
+    if env.startswith("pointmaze"):
+        from replaylab.collect.maze import collect_maze
+
+        return collect_maze(env, steps or 300_000, out, seed=seed, overwrite=overwrite, **settings)
+    level = level or "medium"
+    if level != "all" and level not in LEVELS:
+        raise UsageError(f"unknown level '{level}'{nearest(level, ['all', *LEVELS])}")
+    return _collect_levels(env, out, level, steps or 1_000_000, seed, device, overwrite, format, settings)
+
+
+def _collect_levels(
+    env: str,
+    out: Path,
+    level: str,
+    steps: int,
+    seed: int,
+    device: str,
+    overwrite: bool,
+    format: str | None,
+    settings: dict[str, Any],
+) -> Path:
+    from replaylab.collect.levels import make_level
+    from replaylab.collect.online import Config, Online
+    from replaylab.envs import _full as canonical
+    from replaylab.evaluate import pick_device
+
+    env = canonical(env)
+    (config,) = resolve([Config], [("settings", settings)])
+    names = LEVELS[:-1] if level == "all" else (level,)
+    targets = {name: out / name if level == "all" else out for name in names}
+    for path in targets.values():
+        if path.exists() and not overwrite:
+            raise UsageError(f"{path} exists: pass --overwrite or another --out")
+    online = Online(env, config, seed, pick_device(device), out.with_name(out.name + ".training"))
+    if names != ("random",):
+        online.train()
+    for name, path in targets.items():
+        episodes = make_level(online, name, steps, seed)
+        meta = episodes.meta | {"recipe": recipe(config, seed) | episodes.meta.get("recipe", {})}
+        save_what_fits(replace(episodes, meta=meta), path, overwrite=overwrite, format=format)
+        score = f"return {episodes.returns.mean():.0f} +- {episodes.returns.std():.0f}"
+        print(f"wrote {path}: {len(episodes)} steps, {episodes.num_episodes} episodes, {score}", file=sys.stderr)
+    online.forget()
+    return out
+
+
+def recipe(config: Any, seed: int) -> dict[str, Any]:
+    """What it takes to make the data again."""
+    versions = {"replaylab": replaylab.__version__, "torch": torch.__version__, "numpy": np.__version__}
+    for name in ("gymnasium", "mujoco", "ale_py", "gymnasium_robotics"):
+        if name in sys.modules:
+            versions[name] = getattr(sys.modules[name], "__version__", "?")
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+        "settings": vars(config),
+        "versions": versions | {"python": platform.python_version()},
+    }
+
+
+def save_what_fits(episodes: Episodes, path: Path, *, overwrite: bool, format: str | None = None) -> Path:
+    """Save; on a full disk save as many whole episodes as fit, then say so."""
+    keep = episodes.num_episodes
+    while True:
+        try:
+            part = episodes if keep == episodes.num_episodes else episodes.select(range(keep))
+            save(part, path, format=format, overwrite=overwrite)
+        except DataError:
+            if keep == 1 or shutil.disk_usage(path.parent).free > 2 * episodes.nbytes:  # it was not the space
+                raise
+            keep //= 2
+            continue
+        if keep < episodes.num_episodes:
+            raise DataError(f"{path}: the disk is full; kept the first {keep} of {episodes.num_episodes} episodes")
+        return path
+
+
+__all__ = ["LEVELS", "collect", "concatenate", "recipe", "save_what_fits"]

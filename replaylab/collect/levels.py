@@ -1,0 +1,180 @@
+"""The levels of a benchmark dataset, as D4RL defines them, from one SAC training.
+
+random          the untrained policy
+medium          the policy when its return first reached a third of the expert's
+medium-replay   everything SAC saw up to there
+full-replay     everything SAC saw
+expert          the finished policy
+medium-expert   medium and expert, half and half
+mixed           a fifth random, two fifths medium, two fifths expert: a small set in which choosing pays
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylab import envs, scores
+from replaylab.algos.sac import SAC
+from replaylab.collect.online import Online
+from replaylab.data.episodes import Episodes, concatenate
+from replaylab.errors import DataError
+from replaylab.progress import Progress
+
+ROLL_ENVS = 64
+
+
+def make_level(online: Online, level: str, steps: int, seed: int) -> Episodes:
+    if level == "random":
+        return _label(roll(online, online.untrained, steps, seed, level), level, {})
+    candidate, medium, expert = choose(online)
+    facts = {
+        "candidate": candidate,
+        "medium": {"step": online.curve[medium]["step"], "return": online.curve[medium]["returns"][candidate]},
+        "expert": {"step": online.curve[expert]["step"], "return": online.curve[expert]["returns"][candidate]},
+        "curve": [[entry["step"], round(entry["returns"][candidate], 1)] for entry in online.curve],
+        "training_seconds": online.seconds,
+    }
+    if level == "medium-replay":
+        return _label(replay(online, candidate, medium + 1), level, facts)
+    if level == "full-replay":
+        return _label(replay(online, candidate, len(online.curve)), level, facts)
+    shares = {"medium": [(medium, 1.0)], "expert": [(expert, 1.0)], "medium-expert": [(medium, 0.5), (expert, 0.5)]}
+    if level == "mixed":
+        shares[level] = [(None, 0.2), (medium, 0.4), (expert, 0.4)]
+    parts = []
+    for chapter, share in shares[level]:
+        actor = online.untrained if chapter is None else online.actor(chapter, candidate)
+        parts.append(roll(online, actor, round(share * steps), seed, level))
+    return _label(concatenate(parts), level, facts)
+
+
+def choose(online: Online) -> tuple[int, int, int]:
+    """(candidate, chapter of the medium policy, chapter of the expert): the candidate with the best last return."""
+    returns = np.array([entry["returns"] for entry in online.curve])  # (chapters, candidates)
+    candidate = int(returns[-1].argmax())
+    curve = returns[:, candidate]
+    expert = len(curve) - 1
+    known = scores.reference(online.env_id)
+    low = known[0] if known else float(curve[0])
+    goal = low + ((known[1] if known else float(curve[expert])) - low) / 3
+    above = np.flatnonzero(curve >= goal)
+    if len(above) == 0:
+        raise DataError(
+            f"SAC reached {curve.max():.0f} in {online.env_id}, under the {goal:.0f} that `medium` needs: "
+            "train longer (--train-steps) or with more --candidates"
+        )
+    return candidate, int(above[0]), expert
+
+
+def _label(episodes: Episodes, level: str, facts: dict[str, Any]) -> Episodes:
+    summary = {"mean": float(episodes.returns.mean()), "std": float(episodes.returns.std())}
+    return replace(episodes, meta=episodes.meta | {"level": level, "recipe": facts | {"return": summary}})
+
+
+def _meta(online: Online) -> dict[str, Any]:
+    return {
+        "env_id": online.env_id,
+        "source": f"replaylab collect, SAC in {online.env_id}",
+        "licence": "CC0-1.0",
+        "action_low": online.spaces.action_low,
+        "action_high": online.spaces.action_high,
+        "notes": [],
+    }
+
+
+# --- a policy's own rollouts
+
+
+@torch.no_grad()
+def roll(online: Online, actor: dict[str, Tensor], steps: int, seed: int, label: str) -> Episodes:
+    """Whole episodes of the sampled policy until there are `steps` rows; its weights travel with the data."""
+    sac = SAC(online.config, online.spaces, [0], torch.device("cpu"))
+    sac.actor.load_state_dict({k: v[:1] for k, v in actor.items()})
+    count = max(1, min(ROLL_ENVS, steps // 1000))
+    env = envs.make_vec(online.env_id, count)
+    torch.manual_seed(seed)
+    rng = np.random.default_rng([seed, 1])
+    observations = env.reset(seed=[int(s) for s in rng.integers(0, 2**31, count)])[0].astype(np.float32)
+    streams: list[list[tuple]] = [[] for _ in range(count)]
+    finals: list[list[np.ndarray]] = [[] for _ in range(count)]
+    playing = np.ones(count, bool)
+    bar, rows = Progress(f"roll out {label}", steps), 0
+    while playing.any():
+        actions, log_prob = (v[0].numpy() for v in sac.sample(torch.from_numpy(observations)[None]))
+        following, rewards, terminated, truncated, _ = env.step(actions)
+        following = following.astype(np.float32)
+        for i in np.flatnonzero(playing):
+            streams[i].append((observations[i], actions[i], rewards[i], terminated[i], truncated[i], log_prob[i]))
+        rows += int(playing.sum())
+        done = (terminated | truncated) & playing
+        for i in np.flatnonzero(done):
+            finals[i].append(following[i])
+            playing[i] = len(streams[i]) < steps / count  # the quota is met: stop at an episode's end
+        again = done & playing
+        observations = following
+        if again.any():
+            fresh = env.reset(options={"reset_mask": again})[0].astype(np.float32)
+            observations = np.where(again[:, None], fresh, following)
+        bar.update(min(rows, steps))
+    bar.close()
+    env.close()
+    columns = [np.array(column) for column in zip(*(row for stream in streams for row in stream), strict=True)]
+    attachments = {f"metadata/policy/{k}": v for k, v in _layers(actor).items()}
+    return _episodes(online, columns, np.array([f for stream in finals for f in stream]), attachments)
+
+
+def _layers(actor: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """The actor under D4RL's names: fc0, fc1, last_fc, last_fc_log_std; weights as (outputs, inputs)."""
+    found: dict[str, np.ndarray] = {}
+    depth = len(actor) // 2
+    for i in range(depth):
+        weight, bias = actor[f"layers.{i}.weight"][0].cpu().T.numpy(), actor[f"layers.{i}.bias"][0, 0].cpu().numpy()
+        if i < depth - 1:
+            found |= {f"fc{i}/weight": weight, f"fc{i}/bias": bias}
+        else:
+            half = len(weight) // 2
+            found |= {"last_fc/weight": weight[:half], "last_fc/bias": bias[:half]}
+            found |= {"last_fc_log_std/weight": weight[half:], "last_fc_log_std/bias": bias[half:]}
+    return {name: np.ascontiguousarray(value) for name, value in found.items()}
+
+
+# --- what training saw
+
+
+def replay(online: Online, candidate: int, chapters: int) -> Episodes:
+    """Everything a candidate saw in its first chapters, environment by environment."""
+    parts = []
+    mine = slice(candidate * online.config.environments, (candidate + 1) * online.config.environments)
+    for chapter in range(chapters):
+        rows = online.history(chapter)
+        ends = rows["terminated"] | rows["truncated"]
+        per_env = np.split(rows["finals"], np.cumsum(ends.sum(1))[:-1])
+        names = ("observations", "actions", "rewards", "terminated", "truncated", "log_probs")
+        columns = [np.concatenate(list(rows[name][mine])) for name in names]
+        parts.append(_episodes(online, columns, np.concatenate(per_env[mine]), {}))
+    return replace(concatenate(parts), meta=_meta(online))
+
+
+def _episodes(
+    online: Online, columns: list[np.ndarray], finals: np.ndarray, attachments: dict[str, np.ndarray]
+) -> Episodes:
+    observations, actions, rewards, terminated, truncated, log_probs = columns
+    ends = np.flatnonzero(terminated | truncated)
+    return Episodes(
+        observations=observations,
+        actions=actions,
+        rewards=rewards.astype(np.float32),
+        terminated=terminated,
+        truncated=truncated,
+        offsets=np.concatenate([[0], ends + 1]),
+        final_observations=finals,
+        final_known=np.ones(len(finals), bool),
+        extras={"infos/action_log_probs": log_probs.astype(np.float32)},
+        attachments=attachments,
+        meta=_meta(online),
+    )

@@ -1,0 +1,144 @@
+"""Settings: dataclass <-> YAML <-> command line.
+
+A system's `Config` is a dataclass whose fields are made with `knob`; that one line gives the default, the YAML key,
+the command-line option and its help text. Precedence: default < preset < YAML file < command line. A key nobody
+knows is an error that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, field, fields
+from pathlib import Path
+from typing import Any
+
+from replaylab.errors import UsageError, nearest, require
+
+
+def knob(default: Any, help: str, choices: Iterable[str] | None = None) -> Any:
+    """One setting: its default, what it does, and the values it admits where they are few."""
+    metadata = {"help": help, "choices": tuple(choices) if choices else None}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def default_of(knob: Field) -> Any:
+    return knob.default if knob.default is not MISSING else knob.default_factory()  # type: ignore[misc]
+
+
+def _value_type(annotation: Any) -> tuple[type, bool, bool]:
+    """(element type, is a list, may be None) of an annotation such as `list[int]` or `float | None`."""
+    optional = False
+    if isinstance(annotation, types.UnionType):
+        optional = type(None) in annotation.__args__
+        annotation = next(a for a in annotation.__args__ if a is not type(None))
+    if typing.get_origin(annotation) is list:
+        return typing.get_args(annotation)[0], True, optional
+    return annotation, False, optional
+
+
+def check(cls: type, key: str, value: Any) -> Any:
+    """The value as the field's type, or a UsageError that says what would fit."""
+    knob = next(f for f in fields(cls) if f.name == key)
+    kind, is_list, optional = _value_type(typing.get_type_hints(cls)[key])
+    if value is None and optional:
+        return None
+
+    def one(item: Any) -> Any:
+        number = isinstance(item, (int, float)) and not isinstance(item, bool)
+        if kind is float and number:
+            return float(item)
+        if kind is int and number and float(item).is_integer():
+            return int(item)
+        if type(item) is not kind:
+            raise UsageError(f"{key} must be {'a list of ' if is_list else ''}{kind.__name__}, not {item!r}")
+        if knob.metadata["choices"] and item not in knob.metadata["choices"]:
+            raise UsageError(f"{key}: unknown value '{item}'{nearest(item, knob.metadata['choices'])}")
+        return item
+
+    if not is_list:
+        return one(value)
+    if not isinstance(value, (list, tuple)):
+        raise UsageError(f"{key} must be a list of {kind.__name__}, not {value!r}")
+    return [one(item) for item in value]
+
+
+def resolve(classes: Iterable[type], layers: Iterable[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """One instance of each class, filled from `layers` of (where it comes from, {key: value}), later ones winning."""
+    classes = list(classes)
+    owner = {f.name: cls for cls in classes for f in fields(cls)}
+    values: dict[str, Any] = {}
+    for source, layer in layers:
+        for key, value in layer.items():
+            name = key.replace("-", "_")
+            if name not in owner:
+                raise UsageError(f"{source}: unknown key '{key}'{nearest(name, owner)}")
+            values[name] = check(owner[name], name, value)
+    return [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in classes]
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type) -> None:
+    """An option for every field of `cls`. What the user did not give stays out of the parsed namespace."""
+    group = parser.add_argument_group(cls.__doc__.splitlines()[0].rstrip(".").lower() if cls.__doc__ else cls.__name__)
+    hints = typing.get_type_hints(cls)
+    for knob in fields(cls):
+        kind, is_list, _ = _value_type(hints[knob.name])
+        default = default_of(knob)
+        shown = " ".join(map(str, default)) if is_list and default else default
+        text = knob.metadata["help"] + ("" if default is None or default == [] else f" (default: {shown})")
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%"), "dest": knob.name}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": kind, "choices": knob.metadata["choices"], "metavar": kind.__name__.upper()}
+            if knob.metadata["choices"]:
+                options["metavar"] = "|".join(knob.metadata["choices"])
+            if is_list:
+                options["nargs"] = "*"
+        group.add_argument("--" + knob.name.replace("_", "-"), **options)
+
+
+# --- YAML
+
+_OWN_LINE = re.compile(r"^([A-Za-z_]\w*): (.+)$")
+
+
+def write_yaml(path: Path, values: dict[str, Any]) -> None:
+    """One `key: JSON` line each: valid YAML that `read_yaml` reads back without a YAML library."""
+    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    matches = [_OWN_LINE.match(line) for line in text.splitlines()]
+    try:
+        return {m[1]: json.loads(m[2]) for m in matches if m or _not_ours()}
+    except ValueError:
+        return _parse_yaml(path, text)
+
+
+def _not_ours() -> bool:
+    raise ValueError
+
+
+def _parse_yaml(path: Path, text: str) -> dict[str, Any]:
+    yaml = require("yaml", "reading a YAML file")
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(k, str) for k in values):
+        raise UsageError(f"{path} must hold `key: value` lines")
+    return values

@@ -1,0 +1,166 @@
+"""Tables: CSV (any of , ; tab) and Parquet. A column mapping says which columns are what; numbered ones are guessed.
+
+Every cell that is read must hold a number; an empty or unreadable one is an error that names its column and row.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replaylab.data.episodes import Episodes
+from replaylab.data.formats.common import Options, assemble, check_size, choose
+from replaylab.errors import DataError, MissingExtra, require
+
+PIECE = 20_000  # rows of text held at a time
+TRUTH = {"true": "1", "false": "0", "yes": "1", "no": "0"}
+
+
+def sniff(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1" or path.suffix.lower() in (".csv", ".tsv")
+
+
+def read(path: Path, options: Options) -> Episodes:
+    with path.open("rb") as file:
+        parquet = file.read(4) == b"PAR1" or path.suffix.lower() in (".parquet", ".pq")
+    names, columns, roles = _parquet(path, options) if parquet else _csv(path, options)
+    notes = []
+    if left := [n for n in names if n not in columns]:
+        notes.append(f"columns left out: {', '.join(left[:10])}{' ...' if len(left) > 10 else ''}")
+    observed = roles["observations"] + roles.get("next_observations", [])
+    columns |= {n: columns[n].astype(np.float64) for n in observed}  # some of them may have been whole numbers
+    if len(roles["actions"]) == 1 and columns[roles["actions"][0]].dtype.kind in "iu":
+        notes.append("actions are whole numbers and are taken as discrete choices; write amounts as 1.0, not 1")
+    told = Options({r: roles.get(r, []) for r in roles}, options.max_episode_steps, options.split)
+    return assemble(columns, told, {"notes": notes})
+
+
+# --- Parquet
+
+
+def _parquet(path: Path, options: Options) -> tuple[list[str], dict[str, np.ndarray], dict[str, list[str]]]:
+    parquet = require("pyarrow.parquet", "reading Parquet")
+    limits = {"thrift_string_size_limit": 10_000_000, "thrift_container_size_limit": 1_000_000}
+    with parquet.ParquetFile(path, **limits) as file:
+        names = list(file.schema_arrow.names)
+        roles = choose(names, options.columns)
+        used = _used(names, roles)
+        check_size("the table", file.metadata.num_rows * len(used) * 8, path.stat().st_size)
+        table = file.read(columns=used, use_threads=False)
+        table.validate(full=True)
+    return names, {name: _arrow(name, table.column(name), roles) for name in used}, roles
+
+
+def _arrow(name: str, column: Any, roles: dict[str, list[str]]) -> np.ndarray:
+    """An Arrow column as numbers; a column of equally long lists as a matrix; ids of episodes as they are."""
+    types = require("pyarrow.types", "reading tables")
+    if column.null_count:
+        raise DataError(f"column '{name}', row {_first(column.is_null())} is empty")
+    if types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type):
+        lengths = np.unique([len(value) for value in column])
+        flat = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks])
+        if len(lengths) != 1 or len(flat) != lengths[0] * len(column):
+            raise DataError(f"column '{name}' holds lists of different lengths")
+        return _finite(name, flat.reshape(len(column), lengths[0]))
+    if name in roles.get("episode", []):
+        return np.unique(column.to_numpy().astype(str), return_inverse=True)[1]
+    if types.is_string(column.type) or types.is_large_string(column.type):
+        return _finite(name, _numbers(name, column.to_pylist(), 1))
+    return _finite(name, column.to_numpy())
+
+
+# --- CSV
+
+
+def _csv(path: Path, options: Options) -> tuple[list[str], dict[str, np.ndarray], dict[str, list[str]]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        first = file.readline(1 << 20)
+        delimiter = max(",;\t", key=first.count)
+        names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
+    roles = choose(names, options.columns)
+    used = _used(names, roles)
+    try:
+        arrow = require("pyarrow.csv", "reading CSV fast")
+    except MissingExtra:
+        return names, _csv_plain(path, delimiter, names, used, roles), roles
+    return names, _csv_arrow(arrow, path, delimiter, names, used, roles), roles
+
+
+def _csv_arrow(
+    arrow: Any, path: Path, delimiter: str, names: list[str], used: list[str], roles: dict[str, list[str]]
+) -> dict[str, np.ndarray]:
+    table = arrow.read_csv(
+        path,
+        read_options=arrow.ReadOptions(use_threads=False, column_names=names, skip_rows=1),
+        parse_options=arrow.ParseOptions(delimiter=delimiter),
+        convert_options=arrow.ConvertOptions(include_columns=used, null_values=[""], strings_can_be_null=True),
+    )
+    return {name: _arrow(name, table.column(name), roles) for name in used}
+
+
+def _csv_plain(
+    path: Path, delimiter: str, names: list[str], used: list[str], roles: dict[str, list[str]]
+) -> dict[str, np.ndarray]:
+    """The same without pyarrow, in pieces, so that the text of the whole file is never held."""
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in used}
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file, delimiter=delimiter)
+        next(reader, None)
+        row = 1
+        while piece := [cells for cells in islice(reader, PIECE) if cells]:
+            for i, cells in enumerate(piece):
+                if len(cells) != len(names):
+                    raise DataError(f"row {row + i} has {len(cells)} cells, the header {len(names)}")
+            for name in used:
+                cells = [cells[names.index(name)] for cells in piece]
+                ids = name in roles.get("episode", [])
+                parts[name].append(np.array(cells) if ids else _finite(name, _numbers(name, cells, row), row))
+            row += len(piece)
+    if row == 1:
+        raise DataError("the table has no rows")
+    joined = {name: np.concatenate(values) for name, values in parts.items()}
+    return {n: np.unique(v, return_inverse=True)[1] if v.dtype.kind == "U" else v for n, v in joined.items()}
+
+
+def _numbers(name: str, cells: list[str], row: int) -> np.ndarray:
+    """Text -> whole numbers where all are, else floats; `row` is the first cell's, counted from 1."""
+    text = np.array([TRUTH.get(c.strip().lower(), c) for c in cells])
+    for dtype in (np.int64, np.float64):
+        try:
+            return text.astype(dtype)
+        except (ValueError, OverflowError):
+            continue
+    for i, cell in enumerate(text):
+        try:
+            float(cell)
+        except ValueError:
+            what = f"holds '{cell:.40}', not a number" if cell.strip() else "is empty"
+            raise DataError(f"column '{name}', row {row + i} {what}") from None
+    raise DataError(f"column '{name}' cannot be read as numbers")
+
+
+def _finite(name: str, values: np.ndarray, row: int = 1) -> np.ndarray:
+    if values.dtype.kind not in "fiub":
+        raise DataError(f"column '{name}' holds {values.dtype}, not numbers")
+    if values.dtype.kind == "f" and (bad := np.isnan(values)).any():
+        raise DataError(f"column '{name}', row {row + _first(bad) - 1} is NaN")
+    return values
+
+
+def _first(mask: Iterable[Any]) -> int:
+    """The row, counted from 1, of the first true value."""
+    return int(np.asarray(mask, bool).reshape(len(np.asarray(mask)), -1).any(1).argmax()) + 1
+
+
+def _used(names: list[str], roles: dict[str, list[str]]) -> list[str]:
+    if len(set(names)) != len(names):
+        raise DataError("two columns have the same name")
+    return list(dict.fromkeys(name for found in roles.values() for name in found))

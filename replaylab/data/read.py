@@ -1,0 +1,131 @@
+"""`load`: any supported file or folder -> Episodes, or one DataError line that names the file and the field."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replaylab.data.episodes import Episodes, concatenate
+from replaylab.data.formats import FORMATS, SUFFIXES
+from replaylab.data.formats.common import Options, check_columns, parse_columns
+from replaylab.errors import DataError, MissingExtra, ReplaylabError, UsageError, nearest
+
+__all__ = ["FORMATS", "SAMPLES", "load", "parse_columns"]
+
+
+def _samples() -> dict[str, Path]:
+    """Data shipped with the package, by name; `sample` where there is only one."""
+    folder = Path(__file__).parent.parent / "sample"
+    found = [p for p in sorted(folder.glob("*")) if p.is_dir() or (p.suffix and p.suffix in SUFFIXES)]
+    named = {p.stem: p for p in found if not p.name.startswith((".", "_"))}
+    return named | ({"sample": next(iter(named.values()))} if len(named) == 1 else {})
+
+
+SAMPLES: dict[str, Path] = _samples()
+
+
+def load(
+    path_or_paths: str | Path | Sequence[str | Path],
+    *,
+    format: str | None = None,
+    columns: Mapping[str, str | Sequence[str]] | None = None,
+    max_episode_steps: int | None = None,
+    split: str = "flags",
+) -> Episodes:
+    """Read logged experience. The format is found by looking; several paths are joined in the order given.
+
+    columns: which columns of a flat file are what, {"observations": ["x1", "x2"], "rewards": "r", ...}.
+    max_episode_steps: also end an episode after so many steps.
+    split: "flags" ends episodes where the file says so, "discontinuity" also where the observation jumps.
+    """
+    if format is not None and format not in FORMATS:
+        raise UsageError(f"no format '{format}'{nearest(format, FORMATS)}")
+    options = Options(check_columns(columns), max_episode_steps, split)
+    paths = [path_or_paths] if isinstance(path_or_paths, str | Path) else list(path_or_paths)
+    if not paths:
+        raise DataError("no files given")
+    return concatenate([_load_one(path, format, options) for path in paths])
+
+
+def _load_one(given: str | Path, format: str | None, options: Options) -> Episodes:
+    path = Path(given)
+    if not path.exists():
+        path = SAMPLES.get(str(given), path)
+    name = format
+    try:
+        name = name or detect(path)
+        episodes = FORMATS[name].read(path, options)
+        _check_meta(episodes)
+    except MissingExtra:
+        raise
+    except ReplaylabError as error:
+        raise type(error)(f"{given}: {error}") from error
+    except MemoryError as error:
+        raise DataError(f"{given}: does not fit into memory; convert it to the native format in parts") from error
+    except Exception as error:  # the one place where a library's complaint about a bad file becomes ours
+        raise DataError(f"{given}: not a readable {name or 'data'} file: {one_line(error)}") from error
+    return replace(episodes, meta={"source": str(given)} | episodes.meta)
+
+
+def detect(path: Path) -> str:
+    """The name of the format, by content where it tells, else by suffix."""
+    if not path.exists():
+        raise DataError(f"no such file or folder{_near(path)}")
+    for name, module in FORMATS.items():
+        if module.sniff(path):
+            return name
+    if path.is_dir():
+        inside = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))[:8]
+        raise DataError(f"this folder is no dataset; it holds {', '.join(inside) or 'nothing'}")
+    if not path.is_file():
+        raise DataError("not a regular file")
+    if path.stat().st_size == 0:
+        raise DataError("the file is empty")
+    if path.suffix.lower() in SUFFIXES and path.suffix:
+        return SUFFIXES[path.suffix.lower()]
+    raise DataError(f"the format is not recognised; name it with --format ({', '.join(FORMATS)})")
+
+
+def _near(path: Path) -> str:
+    """'; did you mean X?' for a path that is not there."""
+    folder = path.parent
+    while not folder.is_dir():
+        path, folder = folder, folder.parent
+    there = [p.name for p in folder.iterdir() if not p.name.startswith(".")] + list(SAMPLES)
+    close = difflib.get_close_matches(path.name, there, n=1)
+    return f"; did you mean '{folder / close[0] if close[0] not in SAMPLES else close[0]}'?" if close else ""
+
+
+def _check_meta(episodes: Episodes) -> None:
+    """Files can claim anything; what the rest of the program relies on must be of the right kind."""
+    meta = episodes.meta
+    if not isinstance(meta.get("env_id"), str | None):
+        raise DataError("env_id must be a name")
+    notes = meta.get("notes", [])
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise DataError("notes must be a list of sentences")
+    told = meta.get("num_actions") if episodes.discrete else None
+    if told is not None and (type(told) is not int or told <= episodes.actions.max()):
+        raise DataError(f"num_actions is {told!s:.20}, but action {episodes.actions.max()} occurs")
+    if not episodes.discrete and ("action_low" in meta or "action_high" in meta):
+        low, high = (_bound(meta.get(key), key, episodes.actions.shape[1]) for key in ("action_low", "action_high"))
+        if not (low <= high).all():
+            raise DataError("action_low is above action_high")
+
+
+def _bound(value: Any, key: str, width: int) -> np.ndarray:
+    bound = np.asarray(value, np.float64)
+    if bound.shape not in ((), (width,)) or not np.isfinite(bound).all():
+        raise DataError(f"{key} must be {width} finite numbers")
+    return bound
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text without line breaks, control characters or endless detail."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
+    return (text or type(error).__name__)[:200]

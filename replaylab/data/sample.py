@@ -1,0 +1,186 @@
+"""Batches, gathered on the device.
+
+The data is copied to the device once; a batch is an index gather inside the training step. Indices are a pure
+function of (seed, stream, step): a run that resumes at step n draws what the uninterrupted run drew there, and a
+seed draws the same rows whoever trains beside it. Logs too large for the device stay memory-mapped on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylab.data.episodes import Episodes
+from replaylab.errors import DataError
+
+BLOCK = 1024  # steps whose indices are drawn together
+DEVICE_SHARE = 0.6  # of the free memory that the data may take
+
+
+def draw(population: int, shape: tuple[int, ...], seed: int, stream: int, start: int, steps: int) -> np.ndarray:
+    """(steps, *shape) indices below `population` for steps start, start + 1, ...; independent of how they are cut."""
+    parts = []
+    while steps > 0:
+        block, skip = divmod(start, BLOCK)
+        count = min(BLOCK - skip, steps)
+        rng = np.random.default_rng([seed, stream, block])
+        parts.append(rng.integers(0, population, (BLOCK, *shape), dtype=np.int64)[skip : skip + count])
+        start, steps = start + count, steps - count
+    return np.concatenate(parts)
+
+
+def fits(nbytes: int, device: torch.device) -> bool:
+    if device.type == "cuda":
+        return nbytes < DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return True
+    return nbytes < DEVICE_SHARE * available
+
+
+class Store:
+    """The columns of a log on the device: observations with each episode's final one behind its last row, so that
+    the observation after row i is always the one behind it."""
+
+    def __init__(self, episodes: Episodes, device: torch.device | str, resident: bool | None = None):
+        self.episodes, self.device = episodes, torch.device(device)
+        self.resident = fits(2 * episodes.nbytes, self.device) if resident is None else resident
+        _refuse_nonfinite(episodes)
+        self.actions = self._small(episodes.actions)
+        self.rewards = self._small(episodes.rewards)
+        self.terminated = self._small(episodes.terminated.astype(np.float32))
+        self.episode_ids = torch.as_tensor(episodes.episode_ids, device=self.device)
+        if self.resident:
+            place = np.arange(len(episodes)) + episodes.episode_ids
+            last = episodes.offsets[1:] + np.arange(episodes.num_episodes)
+            kind = torch.uint8 if episodes.observations.dtype == np.uint8 else torch.float32
+            shape = (len(episodes) + episodes.num_episodes, *episodes.observations.shape[1:])
+            self._observations = torch.empty(shape, dtype=kind, device=self.device)
+            for start in range(0, len(episodes), 65536):  # in pieces: no second copy of the whole log
+                part = slice(start, start + 65536)
+                rows = torch.as_tensor(np.ascontiguousarray(episodes.observations[part])).to(self.device, kind)
+                self._observations[torch.as_tensor(place[part], device=self.device)] = rows
+            finals = torch.as_tensor(np.ascontiguousarray(episodes.final_observations)).to(self.device, kind)
+            self._observations[torch.as_tensor(last, device=self.device)] = finals
+
+    def _small(self, column: np.ndarray) -> Tensor:
+        kind = torch.int64 if column.dtype.kind in "iu" else torch.float32
+        return torch.as_tensor(np.ascontiguousarray(column)).to(self.device, kind)
+
+    def observations(self, rows: Tensor) -> Tensor:
+        if self.resident:
+            return self._observations[rows + self.episode_ids[rows]]
+        return self._from_host(self.episodes.observations[rows.cpu().numpy()])
+
+    def next_observations(self, rows: Tensor) -> Tensor:
+        if self.resident:
+            return self._observations[rows + self.episode_ids[rows] + 1]
+        flat = rows.cpu().numpy()
+        return self._from_host(self.episodes.next_observations(flat.reshape(-1)).reshape(*flat.shape, *self.shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.episodes.observations.shape[1:]
+
+    def _from_host(self, rows: np.ndarray) -> Tensor:
+        kind = torch.uint8 if rows.dtype == np.uint8 else torch.float32
+        return torch.as_tensor(np.ascontiguousarray(rows)).to(self.device, kind)
+
+
+def _refuse_nonfinite(episodes: Episodes) -> None:
+    for name in ("observations", "actions", "rewards", "final_observations"):
+        column = getattr(episodes, name)
+        if column.dtype.kind != "f":
+            continue
+        for part in np.array_split(column, max(1, len(column) // 65536)):
+            if not np.isfinite(part).all():
+                raise DataError(f"{name} holds NaN or infinity: see `replaylab data info`; clean the log before training")
+
+
+class Transitions:
+    """Uniform draws of (observation, action[, reward, next_observation, terminated]) rows.
+
+    With `next_observations`, rows whose successor the log does not tell are never drawn.
+    """
+
+    def __init__(
+        self, store: Store, seeds: Sequence[int], batch_size: int, stream: int = 0, next_observations: bool = True
+    ):
+        self.store, self.seeds, self.batch_size, self.stream = store, list(seeds), batch_size, stream
+        self.next = next_observations
+        episodes = store.episodes
+        self.rows: Tensor | None = None
+        self.population = len(episodes)
+        if self.next and not episodes.final_known.all():
+            usable = np.ones(len(episodes), bool)
+            usable[episodes.last_rows[~episodes.final_known]] = False
+            self.rows = torch.as_tensor(np.flatnonzero(usable), device=store.device)
+            self.population = len(self.rows)
+            if self.population == 0:
+                raise DataError("the log tells no next observation, so there is no transition to learn from")
+
+    @property
+    def resident(self) -> bool:
+        return self.store.resident
+
+    def draw(self, start: int, steps: int) -> np.ndarray:
+        """(steps, seeds, batch) indices."""
+        parts = [draw(self.population, (self.batch_size,), s, self.stream, start, steps) for s in self.seeds]
+        return np.stack(parts, axis=1)
+
+    def gather(self, index: Tensor) -> dict[str, Tensor]:
+        rows = index if self.rows is None else self.rows[index]
+        batch = {"observations": self.store.observations(rows), "actions": self.store.actions[rows]}
+        if self.next:
+            batch["rewards"] = self.store.rewards[rows]
+            batch["terminated"] = self.store.terminated[rows]
+            batch["next_observations"] = self.store.next_observations(rows)
+        return batch
+
+
+class Windows:
+    """Draws of `length` consecutive steps of one episode, padded on the left where the episode ends before.
+
+    A draw is the window's first row, uniform over all rows. `mask` is 1 where a step is real; padded slots hold
+    zeros. Returns-to-go are those of the whole episode.
+    """
+
+    def __init__(self, store: Store, seeds: Sequence[int], batch_size: int, length: int, stream: int = 0):
+        self.store, self.seeds, self.batch_size, self.stream = store, list(seeds), batch_size, stream
+        device, episodes = store.device, store.episodes
+        self.timesteps = torch.as_tensor(episodes.timesteps, device=device)
+        self.returns_to_go = torch.as_tensor(episodes.returns_to_go().astype(np.float32), device=device)
+        left = np.repeat(episodes.offsets[1:], episodes.lengths) - np.arange(len(episodes))
+        self.padding = torch.as_tensor(np.maximum(length - left, 0), device=device)  # (rows,) slots before the first
+        self.slots = torch.arange(length, device=device)
+
+    @property
+    def resident(self) -> bool:
+        return self.store.resident
+
+    def draw(self, start: int, steps: int) -> np.ndarray:
+        """(steps, seeds, batch) first rows."""
+        parts = [draw(len(self.timesteps), (self.batch_size,), s, self.stream, start, steps) for s in self.seeds]
+        return np.stack(parts, axis=1)
+
+    def gather(self, index: Tensor) -> dict[str, Tensor]:  # (seeds, batch) -> (seeds, batch, length, ...)
+        ahead = self.slots - self.padding[index][..., None]
+        real = ahead >= 0
+        rows = index[..., None] + ahead.clamp(min=0)
+
+        def masked(column: Tensor) -> Tensor:
+            return column * real.reshape(*real.shape, *[1] * (column.ndim - real.ndim)).to(column.dtype)
+
+        return {
+            "observations": masked(self.store.observations(rows)),
+            "actions": masked(self.store.actions[rows]),
+            "rewards": masked(self.store.rewards[rows]),
+            "returns_to_go": masked(self.returns_to_go[rows]),
+            "timesteps": masked(self.timesteps[rows]),
+            "mask": real.float(),
+        }

@@ -1,0 +1,73 @@
+"""Environments by name: `make("d4rl/hopper")` for one, `make_vec("d4rl/hopper", 64)` for many side by side.
+
+Importing this package registers our environments with Gymnasium; MuJoCo itself is imported when one is made.
+Any other Gymnasium id works as well. A family with its own vector form is one line in FAMILIES and one module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any
+
+from replaylab.errors import MissingExtra, UsageError, nearest, require
+
+gymnasium: Any = require("gymnasium", "replaylab.envs")
+from replaylab.envs.noise import Noise, NoisyEnv, NoisyVectorEnv  # noqa: E402  these need gymnasium
+from replaylab.envs.vector import PlainVectorEnv, flat_goal  # noqa: E402
+
+__all__ = ["Noise", "NoisyEnv", "NoisyVectorEnv", "PlainVectorEnv", "make", "make_vec"]
+
+# id -> (entry point, its arguments, episode limit)
+OURS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "d4rl/hopper": ("replaylab.envs.d4rl:D4RLEnv", {"robot": "hopper"}, 1000),
+    "d4rl/halfcheetah": ("replaylab.envs.d4rl:D4RLEnv", {"robot": "halfcheetah"}, 1000),
+    "d4rl/walker2d": ("replaylab.envs.d4rl:D4RLEnv", {"robot": "walker2d"}, 1000),
+    "d4rl/ant": ("replaylab.envs.d4rl:D4RLEnv", {"robot": "ant"}, 1000),
+    "reacher2d": ("replaylab.envs.reacher2d:Reacher2dEnv", {}, 100),
+}
+OURS |= {  # pointmaze-umaze, pointmaze-umaze-diverse, ..., antmaze-large-diverse
+    f"{robot}maze-{maze}{ending}": ("replaylab.envs.maze:MazeEnv", {"robot": robot, "maze": maze, "mode": mode}, limit)
+    for robot, limits in {"point": (300, 600, 800), "ant": (700, 1000, 1000)}.items()
+    for maze, limit in zip(("umaze", "medium", "large"), limits, strict=True)
+    for mode, ending in (("play", ""), ("diverse", "-diverse"))
+}
+for _id, (_entry, _kwargs, _limit) in OURS.items():
+    if _id not in gymnasium.registry:  # a reload must not warn
+        gymnasium.register(_id, entry_point=_entry, kwargs=_kwargs, max_episode_steps=_limit)
+
+# what stands before the '/' of an id -> module with `make_vec(env_id, num_envs, **kwargs)`
+FAMILIES = {"d4rl": "replaylab.envs.d4rl"}
+
+
+def make(env_id: str, *, noise: Noise | None = None, **kwargs: Any) -> Any:
+    """One environment. A goal given beside the observation, as in mazes, is appended to it."""
+    env = flat_goal(_make(_full(env_id), **kwargs))
+    return NoisyEnv(env, noise) if noise else env
+
+
+def make_vec(env_id: str, num_envs: int, *, noise: Noise | None = None, **kwargs: Any) -> Any:
+    """Many environments that stand still when done (see vector.py), in the fastest form there is."""
+    env_id = _full(env_id)
+    family = FAMILIES.get(env_id.partition("/")[0])
+    if family and env_id in gymnasium.registry:
+        env = importlib.import_module(family).make_vec(env_id, num_envs, **kwargs)
+    else:
+        env = PlainVectorEnv([lambda: _make(env_id, **kwargs)] * num_envs)
+    return NoisyVectorEnv(env, noise) if noise else env
+
+
+def _full(env_id: str) -> str:
+    """'hopper' is short for 'd4rl/hopper'."""
+    return f"d4rl/{env_id}" if f"d4rl/{env_id}" in OURS else env_id
+
+
+def _make(env_id: str, **kwargs: Any) -> Any:
+    try:
+        return gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
+        known = [*OURS, *gymnasium.registry]
+        close = difflib.get_close_matches(env_id, known)
+        raise UsageError(f"unknown environment '{env_id}'{nearest(env_id, known if close else OURS)}") from error
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise MissingExtra(f"{env_id}: {error}") from error

@@ -1,0 +1,143 @@
+"""Atari games, preprocessed as Dopamine does: that is how the DQN-replay data was made.
+
+An action lasts four emulator frames; with sticky actions the emulator repeats the previous action with probability
+0.25 in each of them. The last two frames are turned grey, their brighter pixels taken, and the result shrunk to
+84 x 84 by area. Actions are those the game uses. An episode ends at game over, or after 27,000 actions; it begins
+without idle moves. ale-py's C++ engine does all of this in this order; this file gives it our vector semantics.
+
+A game goes by `atari/` and its name in any spelling: atari/space_invaders, atari/SpaceInvaders, atari/spaceinvaders.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from replaylab.envs.vector import RestingVectorEnv, Step
+from replaylab.errors import UsageError, nearest, require
+
+FRAME_SKIP = 4
+MAX_STEPS = 27_000  # actions an episode, 108,000 emulator frames
+
+
+@cache
+def games() -> dict[str, str]:
+    """Every game that ale-py brings: its name without underscores -> the name itself."""
+    require("ale_py", "Atari")
+    from ale_py import roms
+
+    return {name.replace("_", ""): name for name in roms.get_all_rom_ids()}
+
+
+def game_name(env_id: str) -> str:
+    """'atari/SpaceInvaders' -> 'space_invaders'."""
+    plain = env_id.lower().removeprefix("atari/").replace("_", "").replace("-", "")
+    if plain not in games():
+        raise UsageError(f"unknown Atari game '{env_id}'{nearest(plain, games().values())}")
+    return games()[plain]
+
+
+def engine(
+    env_id: str,
+    num_envs: int,
+    *,
+    autoreset: str = "NextStep",
+    threads: int = 0,
+    sticky: float = 0.25,
+    noop_max: int = 0,
+    reward_clipping: bool = False,
+    episodic_life: bool = False,
+    stack: int = 4,
+    max_steps: int = MAX_STEPS,
+) -> Any:
+    """ale-py's own vector environment, which resets by itself. Observations (num_envs, stack, 84, 84), newest last.
+
+    noop_max: idle for up to this many frames at the start. episodic_life: losing a life ends the episode, and a
+    reset then starts a new game. The defaults are Dopamine's; the original Decision Transformer evaluates with
+    `sticky=0, noop_max=30` (and with a bilinear resize, which this engine does not have).
+    """
+    require("ale_py", "Atari")
+    from ale_py.vector_env import AtariVectorEnv
+
+    return AtariVectorEnv(
+        game_name(env_id),
+        num_envs,
+        num_threads=threads,
+        autoreset_mode=autoreset,
+        repeat_action_probability=sticky,
+        noop_max=noop_max,
+        use_fire_reset=False,
+        reward_clipping=reward_clipping,
+        episodic_life=episodic_life,
+        stack_num=stack,
+        frameskip=FRAME_SKIP,
+        max_num_frames_per_episode=max_steps * FRAME_SKIP,
+    )
+
+
+class AtariVectorEnv(RestingVectorEnv):
+    """Games side by side that stand still when over.
+
+    Each is an engine of its own with one thread: only the running ones are stepped, all at the same time. One slow
+    game then costs nothing but itself, and an episode is a function of its seed and its actions alone.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, **options: Any) -> None:
+        self.engines = [engine(env_id, 1, threads=1, **options) for _ in range(max(num_envs, 1))]
+        first = self.engines[0]
+        super().__init__(num_envs, first.single_observation_space, first.single_action_space)
+
+    def _reset(self, ids: np.ndarray, seeds: list[int | None], options: dict) -> tuple[np.ndarray, dict[str, Any]]:
+        def one(i: int, seed: int | None) -> np.ndarray:
+            # a seed makes the engine load the game anew, some 90 ms: hence the threads
+            known = None if seed is None else np.array([seed % 2**31])
+            return self.engines[i].reset(seed=known)[0][0]
+
+        with ThreadPoolExecutor(min(len(ids), os.cpu_count() or 1)) as pool:
+            return np.stack(list(pool.map(one, ids, seeds))), {}
+
+    def _step(self, ids: np.ndarray, actions: np.ndarray) -> Step:
+        if ((actions < 0) | (actions >= self.single_action_space.n)).any():  # the engine would hang
+            raise ValueError(f"actions must be 0..{self.single_action_space.n - 1}, got {actions}")
+        for i, action in zip(ids, actions, strict=True):
+            self.engines[i].send(np.array([action], np.int64))
+        results = [self.engines[i].recv()[:4] for i in ids]
+        observations, rewards, terminated, truncated = (np.concatenate(column) for column in zip(*results, strict=True))
+        return observations, rewards, terminated, truncated, {}
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self.engines.clear()
+
+
+class AtariEnv(gymnasium.Env):
+    """One game, for code that wants a plain Gymnasium environment."""
+
+    def __init__(self, env_id: str, **options: Any) -> None:
+        self.vector = AtariVectorEnv(env_id, 1, **options)
+        self.observation_space = self.vector.single_observation_space
+        self.action_space = self.vector.single_action_space
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        observations, infos = self.vector.reset(seed=None if seed is None else [seed])
+        return observations[0], infos
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        observations, rewards, terminated, truncated, infos = self.vector.step(np.array([action]))
+        return observations[0], float(rewards[0]), bool(terminated[0]), bool(truncated[0]), infos
+
+    def close(self) -> None:
+        self.vector.close()
+
+
+def make(env_id: str, **options: Any) -> AtariEnv:
+    return AtariEnv(env_id, **options)
+
+
+def make_vec(env_id: str, num_envs: int, **options: Any) -> AtariVectorEnv:
+    return AtariVectorEnv(env_id, num_envs, **options)

@@ -1,0 +1,58 @@
+"""The errors a user can cause. The command line prints each as one line and exits with `exit_code`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class ReplaylabError(Exception):
+    """Something went wrong that one sentence can explain; no traceback is needed."""
+
+    exit_code = 1
+
+
+class DataError(ReplaylabError):
+    """A file or a set of arrays is not what it should be. The message names the file and the field."""
+
+
+class UsageError(ReplaylabError):
+    """An option, a key or a name that does not exist, or a value that does not fit it."""
+
+    exit_code = 2
+
+
+class MissingExtra(ReplaylabError):
+    """An optional package is needed for what was asked."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ '; did you mean X?' where something is close, otherwise the list of what is known."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
+
+
+# import name -> (name to pip install, extra of replaylab that brings it)
+_EXTRAS = {
+    "h5py": ("h5py", "data"),
+    "yaml": ("pyyaml", "data"),
+    "pyarrow": ("pyarrow", "data"),
+    "gymnasium": ("gymnasium", "mujoco"),
+    "mujoco": ("mujoco", "mujoco"),
+    "ale_py": ("ale-py", "atari"),
+    "gymnasium_robotics": ("gymnasium-robotics", "maze"),
+    "tensorboard": ("tensorboard", "track"),
+    "wandb": ("wandb", "track"),
+}
+
+
+def require(module: str, purpose: str) -> ModuleType:
+    """Import an optional package, or say which `pip install` brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package, extra = _EXTRAS[module.split(".")[0]]
+        raise MissingExtra(f"{purpose} needs {package}: pip install 'replaylab[{extra}]'") from error

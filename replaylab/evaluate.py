@@ -1,0 +1,247 @@
+"""Evaluation: episodes side by side in vector environments, and policies loaded from run folders.
+
+Episode i starts from environment seed `seed + i`, the same for every policy, so comparisons are paired. Every
+episode that is started is played to its end and counted once: short episodes are not over-represented.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylab import scores, stats
+from replaylab.algos import Spaces, system
+from replaylab.config import resolve
+from replaylab.errors import UsageError
+from replaylab.run import RunFolder
+
+if TYPE_CHECKING:
+    from replaylab.envs.noise import Noise
+
+SEED = 1000  # of the first evaluation episode
+MAX_ENVS = 512  # stepped together
+MAX_STEPS = 100_000  # for environments that never end by themselves
+
+Act = Callable[[Tensor, Any], tuple[Tensor, Any]]
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"unknown device '{name}': use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device cuda was asked for, but torch sees no GPU here")
+    return device
+
+
+def rollout(
+    act: Act,
+    members: int,
+    env_id: str,
+    episodes: int,
+    *,
+    seed: int = SEED,
+    noise: Noise | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns and lengths, (members, episodes). `act` takes observations (members, batch, ...) and its own state."""
+    from replaylab import envs
+
+    if episodes < 1:
+        raise UsageError(f"episodes must be at least 1, not {episodes}")
+    wave = max(1, min(episodes, MAX_ENVS // members))
+    parts = []
+    for first in range(0, episodes, wave):
+        count = min(wave, episodes - first)
+        env = envs.make_vec(env_id, members * count, noise=noise)
+        try:
+            parts.append(_play(act, env, members, [seed + first + i for i in range(count)], device))
+        finally:
+            env.close()
+    returns, lengths = (np.concatenate(p, axis=1) for p in zip(*parts, strict=True))
+    return returns, lengths
+
+
+def _play(act: Act, env: Any, members: int, seeds: Sequence[int], device: torch.device | str) -> tuple:
+    observations, _ = env.reset(seed=list(seeds) * members)
+    shape = (members, len(seeds))
+    box = getattr(env.single_action_space, "low", None)
+    returns, lengths = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
+    running = np.ones(env.num_envs, bool)
+    state = None
+    for _ in range(MAX_STEPS):
+        batch = torch.as_tensor(observations, device=device)
+        batch = batch if batch.dtype == torch.uint8 else batch.float()
+        actions, state = act(batch.reshape(*shape, *batch.shape[1:]), state)
+        chosen = actions.flatten(0, 1).cpu().numpy()
+        if box is not None:
+            chosen = np.clip(chosen, env.single_action_space.low, env.single_action_space.high)
+        observations, rewards, terminated, truncated, _ = env.step(chosen)
+        returns += rewards * running
+        lengths += running
+        running &= ~(terminated | truncated)
+        if not running.any():
+            break
+    return returns.reshape(shape), lengths.reshape(shape)
+
+
+class Policy:
+    """A trained policy for one seed of a run: observations in, actions out, as numpy arrays."""
+
+    def __init__(self, agent: Any, spaces: Spaces, device: torch.device):
+        self.agent, self.spaces, self.device = agent, spaces, device
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen: a new episode begins."""
+        self.state: Any = None
+
+    @torch.no_grad()
+    def act(self, observations: np.ndarray) -> np.ndarray:
+        """Actions for one observation, or for a batch of them."""
+        observations = np.asarray(observations)
+        shape = tuple(self.spaces.observation_shape)
+        if observations.shape[-len(shape) :] != shape or observations.ndim > len(shape) + 1:
+            raise UsageError(f"the policy takes observations of shape {shape} or (batch, {', '.join(map(str, shape))})")
+        batch = torch.as_tensor(observations.reshape(1, -1, *shape), device=self.device)
+        actions, self.state = self.agent.act(batch if batch.dtype == torch.uint8 else batch.float(), self.state)
+        chosen = actions[0].cpu().numpy()
+        return chosen[0] if observations.ndim == len(shape) else chosen
+
+
+def load_agent(run: RunFolder, device: torch.device, seed: int | None = None) -> tuple[Any, Spaces, list[int]]:
+    """The agent a run trained: all its seeds, or the one named."""
+    config = run.require().config()
+    module = system(config["system"])
+    keys = {f for f in module.Config.__dataclass_fields__}
+    (settings,) = resolve([module.Config], [("config.yaml", {k: v for k, v in config.items() if k in keys})])
+    spaces, trained = Spaces(**run.info()["spaces"]), config["seeds"]
+    if seed is not None and seed not in trained:
+        raise UsageError(f"{run.path} has no seed {seed}; it has {', '.join(map(str, trained))}")
+    seeds = trained if seed is None else [seed]
+    agent = module.Agent(settings, spaces, seeds, device)
+    weights = run.weights()
+    if seed is not None:
+        weights = _one_seed(weights, agent.state_dict(), trained.index(seed))
+    agent.load_state_dict(weights)
+    return agent.eval(), spaces, seeds
+
+
+def _one_seed(weights: dict[str, Tensor], wanted: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    """Cut one seed out of tensors that stack all seeds; what the seeds share has the wanted shape already."""
+
+    def cut(name: str) -> Tensor:
+        size = wanted[name].shape
+        return weights[name] if weights[name].shape == size else weights[name][index * size[0] : (index + 1) * size[0]]
+
+    return {name: cut(name) for name in wanted}
+
+
+def load_policy(run: str | Path, seed: int | None = None, device: str = "cpu") -> Policy:
+    """The policy of a run folder. Without `seed`, the run's first one."""
+    folder = RunFolder(run).require()
+    where = pick_device(device)
+    agent, spaces, _ = load_agent(folder, where, folder.config()["seeds"][0] if seed is None else seed)
+    return Policy(agent, spaces, where)
+
+
+@torch.no_grad()
+def evaluate_agent(
+    agent: Any,
+    spaces: Spaces,
+    seeds: Sequence[int],
+    env_id: str,
+    episodes: int,
+    *,
+    seed: int = SEED,
+    noise: Noise | None = None,
+    device: torch.device | str = "cpu",
+    settings: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """One record a seed: every episode's return and length, raw and normalised."""
+    _check_spaces(env_id, spaces)
+    began = time.monotonic()
+    where = torch.device(device)
+    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):  # training's random numbers stay put
+        torch.manual_seed(seed)
+        returns, lengths = rollout(agent.act, len(seeds), env_id, episodes, seed=seed, noise=noise, device=device)
+    seconds = time.monotonic() - began
+    known = scores.reference(env_id) is not None
+    return [
+        {
+            "seed": s,
+            "env": env_id,
+            "episodes": episodes,
+            "returns": returns[i].tolist(),
+            "lengths": lengths[i].tolist(),
+            "normalized": scores.normalize(env_id, returns[i]).tolist() if known else None,
+            "settings": settings or {},
+            "seconds": round(seconds, 3),
+        }
+        for i, s in enumerate(seeds)
+    ]
+
+
+def _check_spaces(env_id: str, spaces: Spaces) -> None:
+    from replaylab import envs
+
+    env = envs.make_vec(env_id, 1)
+    try:
+        sees, acts = tuple(env.single_observation_space.shape), env.single_action_space
+        if sees != tuple(spaces.observation_shape):
+            raise UsageError(f"{env_id} shows {sees}, the data has observations of {tuple(spaces.observation_shape)}")
+        offered = int(getattr(acts, "n", 0)) or int(acts.shape[0])
+        if bool(getattr(acts, "n", 0)) != spaces.discrete or (offered < spaces.action_dim):
+            kind = "discrete" if hasattr(acts, "n") else "continuous"
+            raise UsageError(f"{env_id} takes {offered} {kind} actions, which do not fit the data's")
+    finally:
+        env.close()
+
+
+def evaluate(
+    run: str | Path,
+    env: str | None = None,
+    *,
+    episodes: int = 100,
+    seed: int = SEED,
+    noise: Noise | None = None,
+    device: str = "auto",
+) -> list[dict[str, Any]]:
+    """Evaluate every seed of a run folder; the records are returned and added to its eval.jsonl."""
+    folder = RunFolder(run).require()
+    where = pick_device(device)
+    agent, spaces, seeds = load_agent(folder, where)
+    env_id = env or folder.config().get("env")
+    if env_id is None:
+        raise UsageError(f"{run} was trained without an environment: name one with --env")
+    settings: dict[str, Any] = {} if seed == SEED else {"seed": seed}
+    if noise is not None:
+        settings["noise"] = {k: v for k, v in vars(noise).items() if v != getattr(type(noise), k, None)}
+    records = evaluate_agent(
+        agent, spaces, seeds, env_id, episodes, seed=seed, noise=noise, device=where, settings=settings
+    )
+    step = folder.checkpoints()[-1].name.removeprefix("step-")
+    records = [{"step": int(step), **record} for record in records]
+    folder.append("eval.jsonl", records)
+    return records
+
+
+def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean, standard error, IQM and its bootstrap interval over the seeds of one evaluation."""
+    kind = "normalized" if records[0]["normalized"] is not None else "returns"
+    return {
+        "env": records[0]["env"],
+        "score": "normalised" if kind == "normalized" else "return",
+        **stats.summarize_scores([record[kind] for record in records]),
+        "return": float(np.mean([record["returns"] for record in records])),
+        "length": float(np.mean([record["lengths"] for record in records])),
+    }

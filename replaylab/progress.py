@@ -1,0 +1,57 @@
+"""One progress line: what is being done, how far, how fast, how long still."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+
+def duration(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+class Progress:
+    """A bar that redraws itself on a terminal; one line a minute where there is none."""
+
+    def __init__(self, label: str, total: int, done: int = 0, unit: str = "steps", file: TextIO | None = None):
+        self.label, self.total, self.done, self.unit = label, total, done, unit
+        self.file = file or sys.stderr
+        self.live = self.file.isatty()
+        self.notes = ""
+        self.began = self.drawn = time.monotonic()
+        self.began_at = done
+
+    def update(self, done: int, **numbers: float) -> None:
+        self.done = done
+        if numbers:
+            self.notes = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        now = time.monotonic()
+        if now - self.drawn >= (0.2 if self.live else 60):
+            self.drawn = now
+            self._draw()
+
+    def _line(self) -> str:
+        spent = time.monotonic() - self.began
+        rate = (self.done - self.began_at) / spent if spent > 0 else 0.0
+        left = duration((self.total - self.done) / rate) if rate > 0 else "?"
+        share = self.done / self.total if self.total else 1.0
+        bar = f"[{'#' * int(20 * share):20s}] " if self.live else ""
+        return f"{self.label} {bar}{self.done}/{self.total} {self.unit}  {rate:,.0f}/s  {left} left  {self.notes}"
+
+    def _draw(self) -> None:
+        print(f"\r\033[K{self._line()}" if self.live else self._line(), end="" if self.live else "\n", file=self.file)
+        self.file.flush()
+
+    def say(self, text: str) -> None:
+        """A line of its own above the bar."""
+        print(f"\r\033[K{text}" if self.live else text, file=self.file, flush=True)
+
+    def close(self) -> None:
+        if self.live:
+            self._draw()
+            print(file=self.file, flush=True)

@@ -1,0 +1,308 @@
+"""Run folders -> one self-contained HTML page, or the same table as data.
+
+`results.py` reads the folders, `stats.py` makes the numbers. What a folder says is shown as text, never as HTML.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replaylab import charts, stats
+from replaylab.data.inspect import summary_html
+from replaylab.page import (
+    Html,
+    aligned,
+    count,
+    details,
+    duration,
+    escape,
+    facts,
+    grid,
+    number,
+    page,
+    table,
+    warning_list,
+    write_page,
+)
+from replaylab.results import Evaluations, Run, compare, finite, read_runs, rows_of, summarize_runs, text
+
+__all__ = ["report", "summarize_runs"]
+
+NOT_METRICS = {"step", "phase", "seed", "seconds"}
+POINTS = 150  # of a training curve; longer ones are averaged in groups
+SHOWN = 6  # charts of a phase that are open from the start
+
+
+def report(run_paths: Iterable[str | Path], out: str | Path) -> Path:
+    """Write the page and return its path."""
+    runs = read_runs(run_paths)
+    rows = [row for run in runs for row in rows_of(run)]
+    styles = _styles(runs)
+    sections = [
+        ("Scores", _score_html(rows, _curves(runs, styles), styles)),
+        ("Training", _training_html(runs, styles)),
+        ("Data", _data_html(runs)),
+        ("Configuration", _config_html(runs)),
+        ("Machine and time", _machine_html(runs)),
+    ]
+    systems = list(dict.fromkeys(text(r["system"]) for r in rows if r["system"]))
+    envs = list(dict.fromkeys(text(r["env"]) for r in rows if r["env"]))
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    return write_page(out, page(title, " · ".join([*systems, *envs, "replaylab report"]), sections))
+
+
+def _name(run: str, label: str) -> str:
+    return f"{run} ({label})" if label else run
+
+
+def _styles(runs: list[Run]) -> dict[str, int]:
+    """Name of a curve -> its colour and dash, the same in every chart."""
+    named = {run.name: i for i, run in enumerate(runs)}
+    for i, run in enumerate(runs):
+        named |= {_name(run.name, g.label): i + j * len(runs) for j, g in enumerate(run.evaluations)}
+    return named
+
+
+# --- sections
+
+
+def _plus_minus(score: dict[str, Any] | None) -> str:
+    if score is None or score["error"] is None:
+        return "–" if score is None else number(score["mean"])
+    return " ± ".join(aligned([score["mean"], score["error"]], score["error"]))
+
+
+def _iqm(score: dict[str, Any] | None) -> str:
+    if score is None or score["low"] is None:
+        return "–" if score is None else number(score["iqm"])
+    middle, low, high = aligned([score["iqm"], score["low"], score["high"]], score["high"] - score["low"])
+    return f"{middle} [{low}, {high}]"
+
+
+def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str, int]) -> Html:
+    scored = [row for row in rows if row["return"]]
+    parts = []
+    if not scored:
+        given = any(row["env"] for row in rows)
+        why = "no evaluation has finished yet" if given else "no environment was given: nothing was evaluated"
+        parts.append(charts.nothing(why[0].upper() + why[1:] + "."))
+    elif len(scored) == 1:
+        parts += [_hero(scored[0]), grid(curves)]
+    else:
+        parts.append(grid([*_score_charts(scored, styles), *curves]))
+    head = ["Run", "Score", "IQM [95%]", "Return", "Seeds", "Episodes", "System", "Data", "Step", "Time", "Status"]
+    parts.append(table(head, [_score_cells(row) for row in rows]))
+    if scored:
+        parts.append(
+            Html(
+                '<p class="note">The score is the last evaluation, never the best: normalised (0 random, 100 expert) '
+                "where reference scores are known, otherwise the return. ± is the standard error. IQM is the mean of "
+                "the middle half, with its 95% bootstrap interval. Both are over seeds, each seed counted once with "
+                "its mean; where there is one seed, over its episodes, which says nothing about other seeds.</p>"
+            )
+        )
+    runs = {row["path"]: row for row in rows}.values()
+    parts.append(warning_list([f"{row['run']}: {note}" for row in runs for note in row["notes"]]))
+    return Html("".join(parts))
+
+
+def _hero(row: dict[str, Any]) -> Html:
+    score, kind = row["normalized"] or row["return"], "normalised score" if row["normalized"] else "return"
+    over = f"{count(row['seeds'], 'seed')}, {count(row['episodes'], 'episode')}"
+    mean, _, error = _plus_minus(score).partition(" ")
+    return Html(
+        f'<p class="hero">{mean} <small>{error} {kind}</small></p>'
+        f'<p class="note">{escape(row["env"])}, {over}, step {row["step"]:,}; interquartile mean {_iqm(score)}</p>'
+    )
+
+
+def _score_charts(rows: list[dict[str, Any]], styles: dict[str, int]) -> list[Html]:
+    pictures = []
+    for env in dict.fromkeys(row["env"] for row in rows):
+        here = [row for row in rows if row["env"] == env]
+        kind = "normalized" if all(row["normalized"] for row in here) else "return"
+        scores = [row[kind] for row in here]
+        names = [_name(row["run"], row["label"]) for row in here]
+        middle, low, high = ([score[key] for score in scores] for key in ("iqm", "low", "high"))
+        pictures.append(
+            charts.bars(
+                f"Last score in {env}",
+                names,
+                middle,
+                low,
+                high,
+                styles=[styles[name] for name in names],
+                x_label="normalised score" if kind == "normalized" else "return",
+                caption=f"Interquartile mean and 95% bootstrap interval; {_amount(here)}.",
+            )
+        )
+    return pictures
+
+
+def _amount(rows: Sequence[dict[str, Any]]) -> str:
+    seeds, episodes = ({row[key] for row in rows} for key in ("seeds", "episodes"))
+    return f"{_span(seeds, 'seed')} and {_span(episodes, 'episode')} a run"
+
+
+def _span(values: Iterable[int], noun: str) -> str:
+    low, high = min(values := set(values)), max(values)
+    return count(low, noun) if low == high else f"{low:,} to {count(high, noun)}"
+
+
+def _score_cells(row: dict[str, Any]) -> list[Any]:
+    score = row["normalized"] or row["return"]
+    kind = f"<br><small>{'normalised' if row['normalized'] else 'return'}</small>" if score else ""
+    where = text(row["env"]) if row["env"] else "no environment"
+    where += f", {row['label']}" if row["label"] else ""
+    of = f" of {number(row['steps'])}" if row["steps"] != row["step"] else ""
+    status = str(row["status"] or "unknown")
+    known = status if status in ("finished", "failed", "interrupted") else ""
+    return [
+        Html(f"<b>{escape(row['run'])}</b><br><small>{escape(where)}</small>"),
+        Html(f"<b>{_plus_minus(score)}</b>{kind}"),
+        _iqm(score),
+        _plus_minus(row["return"]),
+        "–" if row["seeds"] is None else row["seeds"],
+        row["episodes"],
+        row["system"] or "–",
+        ", ".join(_short_path(p) for p in row["data"]),
+        number(row["step"]) + of,
+        duration(row["seconds"]),
+        Html(f'<span class="status {known}">{escape(status)}</span>'),
+    ]
+
+
+def _short_path(path: Any) -> str:
+    return "/".join(Path(text(path)).parts[-2:])
+
+
+def _curves(runs: list[Run], styles: dict[str, int]) -> list[Html]:
+    """A learning curve for each environment, with all runs that were evaluated there."""
+    pictures = []
+    everything = [(run, group) for run in runs for group in run.evaluations]
+    for env in dict.fromkeys(group.env for _, group in everything):
+        here = [(run, group) for run, group in everything if group.env == env]
+        key = "normalized" if all(group.normalized for _, group in here) else "returns"
+        series = [_curve(_name(run.name, group.label), group, key, styles) for run, group in here]
+        counts = [len(line["returns"]) for _, g in here for by_seed in g.lines.values() for line in by_seed.values()]
+        caption = (
+            f"Mean over seeds and its 95% bootstrap interval (over episodes where a run has one seed); "
+            f"{_span([len(g.seeds) for _, g in here], 'seed')}, {_span(counts, 'episode')} a seed at each point."
+        )
+        label = "normalised score" if key == "normalized" else "return"
+        pictures.append(
+            charts.lines(f"Learning curve in {env}", series, x_label="step", y_label=label, caption=caption)
+        )
+    return pictures
+
+
+def _curve(name: str, group: Evaluations, key: str, styles: dict[str, int]) -> charts.Series:
+    steps = group.common_steps() or sorted(group.lines)
+    scores = [[line[key] for line in group.lines[step].values()] for step in steps]
+    ends = np.array([stats.bootstrap_interval(s, stats.mean, resamples=1000) for s in scores])
+    middle = [stats.independent_units(s)[0].mean() for s in scores]
+    shown = name if len(styles) > 1 else ""
+    return charts.Series(shown, np.array(steps, np.float64), np.array(middle), ends[:, 0], ends[:, 1], styles[name])
+
+
+def _training_html(runs: list[Run], styles: dict[str, int]) -> Html:
+    curves: dict[str, dict[str, dict[str, dict[Any, dict[float, float]]]]] = {}  # [phase][metric][run][seed][step]
+    for run in runs:
+        for line in run.metrics:
+            for metric, value in line.items():
+                if metric not in NOT_METRICS and isinstance(value, int | float) and not isinstance(value, bool):
+                    here = curves.setdefault(text(line.get("phase") or "training"), {}).setdefault(metric, {})
+                    by_step = here.setdefault(run.name, {}).setdefault(text(line.get("seed")), {})
+                    known = finite(value)
+                    by_step[line["step"]] = math.nan if known is None else known
+    parts = []
+    for phase, metrics in curves.items():
+        pictures = [_metric_chart(metric, by_run, styles) for metric, by_run in metrics.items()]
+        parts.append(Html(f"<h4>Phase: {escape(phase)}</h4>{grid(pictures[:SHOWN])}"))
+        if len(pictures) > SHOWN:
+            parts.append(details(f"{len(pictures) - SHOWN} more of {phase}", grid(pictures[SHOWN:])))
+    return Html("".join(parts)) if parts else charts.nothing("No training metrics were logged.")
+
+
+def _metric_chart(metric: str, by_run: dict[str, dict[Any, dict[float, float]]], styles: dict[str, int]) -> Html:
+    series, grouped, seeds = [], 1, []
+    for name, by_seed in by_run.items():
+        steps = sorted({step for by_step in by_seed.values() for step in by_step})
+        values = np.array([[by_step.get(step, math.nan) for step in steps] for by_step in by_seed.values()])
+        grouped = max(grouped, math.ceil(len(steps) / POINTS))
+        parts = np.array_split(np.arange(len(steps)), min(len(steps), POINTS))
+        values = np.stack([_mean(values[:, part], 1) for part in parts], 1)  # (seeds, points)
+        x = np.array([np.mean([steps[i] for i in part]) for part in parts])
+        low, high = (values.min(0), values.max(0)) if len(values) > 1 else (None, None)
+        shown_name = name if len(styles) > 1 else ""
+        series.append(charts.Series(shown_name, x, _mean(values, 0), low, high, styles[name]))
+        seeds.append(len(by_seed))
+    shown = np.concatenate([s.y for s in series])
+    shown = shown[np.isfinite(shown)]
+    log = bool(len(shown)) and shown.min() > 0 and shown.max() / 30 > shown.min()
+    caption = f"Mean over {_span(seeds, 'seed')}" + ("; band: lowest to highest seed" if max(seeds) > 1 else "")
+    caption += (f"; each point is the mean of up to {grouped} logged values" if grouped > 1 else "") + "."
+    return charts.lines(metric, series, x_label="step", y_label="log scale" if log else "", caption=caption, log=log)
+
+
+def _mean(values: np.ndarray, axis: int) -> np.ndarray:
+    """Mean of the known values, NaN where there is none."""
+    known = np.isfinite(values)
+    return np.where(known, values, 0).sum(axis) / np.where(known.any(axis), known.sum(axis), np.nan)
+
+
+def _data_html(runs: list[Run]) -> Html:
+    found: dict[str, tuple[Any, list[str], list[str]]] = {}  # the same summary is shown once
+    for run in runs:
+        summary, paths = run.info.get("data"), run.config.get("data")
+        labels = [_short_path(p) for p in (paths if isinstance(paths, list) else [paths] if paths else ["arrays"])]
+        found.setdefault(json.dumps(summary, sort_keys=True), (summary, labels, []))[2].append(run.name)
+    parts = []
+    for summary, labels, names in found.values():
+        who = f" <small>used by {escape(', '.join(names))}</small>" if len(found) > 1 else ""
+        parts.append(Html(f"<h4>{escape(', '.join(labels))}{who}</h4>"))
+        try:
+            parts.append(summary_html(summary) if summary else charts.nothing("The run folder holds no data summary."))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a file may hold anything
+            parts.append(charts.nothing("The data summary in run.json is not readable."))
+    return Html("".join(parts))
+
+
+def _differences(runs: list[Run], dicts: Sequence[dict[str, Any]], differing: Sequence[str]) -> Html:
+    rows = [[key, *(text(d[key]) if key in d else "" for d in dicts)] for key in differing]
+    return table(["", *(run.name for run in runs)], rows)
+
+
+def _config_html(runs: list[Run]) -> Html:
+    configs = [run.config for run in runs]
+    differing = compare(configs)[1]
+    parts = []
+    if differing:
+        parts.append(Html('<p class="note">What differs between the runs:</p>'))
+        parts.append(_differences(runs, configs, differing))
+    elif len(runs) > 1:
+        parts.append(charts.nothing("All runs have the same configuration."))
+    for run in runs:
+        rows = [[key, Html(f'<span class="wide">{escape(text(value))}</span>')] for key, value in run.config.items()]
+        parts.append(details(f"All settings of {run.name}" if len(runs) > 1 else "All settings", table([], rows)))
+    return Html("".join(parts))
+
+
+def _machine_html(runs: list[Run]) -> Html:
+    machines = []
+    for run in runs:
+        machine = run.info.get("machine")
+        described = dict(machine) if isinstance(machine, dict) else {}
+        described |= {
+            k: run.info[k] for k in ("version", "started", "finished", "parameters", "command") if k in run.info
+        }
+        machines.append({**described, "time": duration(finite(run.info.get("seconds")))})
+    shared, differing = compare(machines)
+    parts = facts((key, text(value)) for key, value in shared.items())
+    return Html(parts + (_differences(runs, machines, differing) if differing else ""))

@@ -1,0 +1,197 @@
+"""Read run folders: what was trained, how it scored, and the headline table as data.
+
+Folders may be of running, killed or resumed runs, and their files may hold anything: what cannot be read as expected
+is left out and noted. The score of a run is its last evaluation, never its best.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from replaylab import stats
+from replaylab.errors import UsageError
+from replaylab.page import count
+from replaylab.run import RunFolder
+
+
+@dataclass
+class Evaluations:
+    """What one run scored in one environment under one setting: lines[step][seed]."""
+
+    env: str
+    settings: dict[str, Any]
+    lines: dict[int, dict[Any, dict[str, Any]]] = field(default_factory=dict)
+    label: str = ""  # settings that tell it from the run's others
+
+    @property
+    def seeds(self) -> list[Any]:
+        return list(dict.fromkeys(seed for by_seed in self.lines.values() for seed in by_seed))
+
+    @property
+    def normalized(self) -> bool:
+        return all(line["normalized"] for by_seed in self.lines.values() for line in by_seed.values())
+
+    def last(self) -> dict[Any, tuple[int, dict[str, Any]]]:
+        """Each seed's last evaluation: seed -> (step, line)."""
+        return {seed: (step, self.lines[step][seed]) for step in sorted(self.lines) for seed in self.lines[step]}
+
+    def common_steps(self) -> list[int]:
+        """Steps at which every seed was evaluated: elsewhere a mean would jump as seeds come and go."""
+        return [step for step in sorted(self.lines) if len(self.lines[step]) == len(self.seeds)]
+
+
+@dataclass
+class Run:
+    path: Path
+    name: str
+    config: dict[str, Any]
+    info: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    evaluations: list[Evaluations]
+    notes: list[str] = field(default_factory=list)
+
+
+def read_runs(paths: Iterable[str | Path]) -> list[Run]:
+    folders = [RunFolder(path).require() for path in dict.fromkeys(map(Path, paths))]
+    if not folders:
+        raise UsageError("no run folders given")
+    last = [folder.path.resolve().name for folder in folders]
+    runs = []
+    for folder, name in zip(folders, last, strict=True):
+        config = folder.config()
+        info = folder.info() if (folder.path / "run.json").exists() else {}
+        info = info if isinstance(info, dict) else {}
+        metrics = [line for line in folder.lines("metrics.jsonl") if finite(_get(line, "step")) is not None]
+        run = Run(folder.path, name if last.count(name) == 1 else str(folder.path), config, info, metrics, [])
+        run.evaluations = _read_evaluations(folder.lines("eval.jsonl"), run)
+        run.notes += _notes(run)
+        runs.append(run)
+    return runs
+
+
+def _get(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def finite(value: Any) -> float | None:
+    """A finite number, or None: files may hold anything."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _finites(values: Any) -> list[float]:
+    found = [finite(v) for v in values] if isinstance(values, list) else []
+    return [v for v in found if v is not None]
+
+
+def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations]:
+    found: dict[str, Evaluations] = {}
+    empty = lost = 0
+    for line in lines:
+        step, returns = finite(_get(line, "step")), _finites(_get(line, "returns"))
+        if step is None:
+            continue
+        lost += len(line["returns"]) - len(returns) if isinstance(line.get("returns"), list) else 0
+        if not returns:
+            empty += 1
+            continue
+        settings = line["settings"] if isinstance(line.get("settings"), dict) else {}
+        env, normalized = str(line.get("env")), _finites(line.get("normalized"))
+        key = json.dumps([env, settings], sort_keys=True)
+        group = found.setdefault(key, Evaluations(env, settings))
+        seed = json.dumps(line.get("seed"))  # anything JSON can hold as a key
+        # a resumed run may repeat a step: the later line wins
+        group.lines.setdefault(int(step), {})[seed] = {
+            "returns": returns,
+            "normalized": normalized if len(normalized) == len(returns) else [],
+        }
+    if empty:
+        run.notes.append(f"{count(empty, 'evaluation')} without a single finished episode")
+    if lost:
+        run.notes.append(f"{count(lost, 'return')} not finite and left out: scores are better than the policy")
+    groups = list(found.values())
+    differing = compare([g.settings for g in groups])[1]
+    for group in groups:
+        shown = {k: group.settings[k] for k in differing if k in group.settings}
+        group.label = ", ".join(f"{k}={text(v)}" for k, v in shown.items())
+    return groups
+
+
+def _notes(run: Run) -> list[str]:
+    notes = []
+    status = run.info.get("status")
+    if status != "finished":
+        notes.append(f"not finished ({text(status or 'unknown')}): this is what there is so far")
+    wanted = run.config.get("seeds")
+    for group in run.evaluations:
+        where = f"{group.env} {group.label}".strip()
+        if isinstance(wanted, list) and len(group.seeds) < len(wanted):
+            notes.append(f"{where}: {len(group.seeds)} of {count(len(wanted), 'seed')} evaluated")
+        steps = sorted({step for step, _ in group.last().values()})
+        if len(steps) > 1:
+            notes.append(f"{where}: seeds were last evaluated at different steps, {steps[0]:,} to {steps[-1]:,}")
+    return notes
+
+
+# --- the table
+
+
+def summarize_runs(run_paths: Iterable[str | Path]) -> list[dict[str, Any]]:
+    """The headline table as plain JSON: a row for each run, or for each setting where a run has several."""
+    return [row for run in read_runs(run_paths) for row in rows_of(run)]
+
+
+def rows_of(run: Run) -> list[dict[str, Any]]:
+    data, seeds = run.config.get("data"), run.config.get("seeds")
+    common = {
+        "run": run.name,
+        "path": str(run.path),
+        "system": run.config.get("system"),
+        "data": data if isinstance(data, list) else [data] if data else [],
+        "steps": run.config.get("steps"),
+        "parameters": run.info.get("parameters"),
+        "seconds": finite(run.info.get("seconds")),
+        "status": run.info.get("status"),
+        "notes": run.notes,
+    }
+    if not run.evaluations:
+        nothing: dict[str, Any] = {"env": run.config.get("env"), "settings": {}, "label": "", "step": None}
+        nothing |= {"seeds": len(seeds) if isinstance(seeds, list) else None, "episodes": 0}
+        return [common | nothing | {"return": None, "normalized": None}]
+    return [common | _scored(group) for group in run.evaluations]
+
+
+def _scored(group: Evaluations) -> dict[str, Any]:
+    last = group.last()
+    normalized = [line["normalized"] for _, line in last.values()]
+    returns = stats.summarize_scores([line["returns"] for _, line in last.values()])
+    return {
+        "env": group.env,
+        "settings": group.settings,
+        "label": group.label,
+        "step": max(step for step, _ in last.values()),
+        "seeds": returns["seeds"],
+        "episodes": returns["episodes"],
+        "return": returns,
+        "normalized": stats.summarize_scores(normalized) if all(normalized) else None,
+    }
+
+
+def text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def compare(dicts: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """(entries that all have alike, keys that differ)."""
+    keys = list(dict.fromkeys(key for d in dicts for key in d))
+    differing = [k for k in keys if len({json.dumps(d.get(k), sort_keys=True) + str(k in d) for d in dicts}) > 1]
+    return {k: dicts[0][k] for k in keys if k not in differing}, differing

@@ -1,0 +1,167 @@
+"""The run folder: what training writes, and all that `eval`, `report` and `resume` read.
+
+    config.yaml     every setting, resolved
+    run.json        command, machine, versions, data summary, status, time
+    metrics.jsonl   one line per seed at each logging step
+    eval.jsonl      one line per seed at each evaluation, with every episode's return
+    checkpoints/    step-N/: weights.safetensors, training.safetensors, state.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import replaylab
+from replaylab.config import read_yaml
+from replaylab.errors import DataError, UsageError
+from replaylab.tensors import load_tensors, save_tensors
+
+KEEP = 2  # checkpoints: the last one, and the one before it should the last prove unreadable
+
+
+class RunFolder:
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def exists(self) -> bool:
+        return (self.path / "config.yaml").exists()
+
+    def require(self) -> RunFolder:
+        if not self.exists():
+            raise UsageError(f"{self.path} is not a run folder: it has no config.yaml")
+        return self
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """One process at a time; the lock goes with the process, however it ends."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise UsageError(f"another process is training in {self.path}") from error
+            yield
+
+    def clear(self) -> None:
+        for entry in self.path.iterdir():
+            if entry.name != ".lock":
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    # --- small files
+
+    def config(self) -> dict[str, Any]:
+        return read_yaml(self.path / "config.yaml")
+
+    def info(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / "run.json").read_text())
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.path / 'run.json'} is not readable: {error}") from error
+
+    def write_info(self, **values: Any) -> None:
+        path = self.path / "run.json"
+        info = self.info() if path.exists() else {}
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(info | values, indent=1))
+        os.replace(part, path)
+
+    def append(self, name: str, lines: list[dict[str, Any]]) -> None:
+        with open(self.path / name, "a") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """All lines; one that a kill cut short is left out."""
+        path = self.path / name
+        found = []
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return found
+
+    def rewind(self, step: int) -> None:
+        """Forget what was logged after `step`: the resumed run logs it again."""
+        for name in ("metrics.jsonl", "eval.jsonl"):
+            if (self.path / name).exists():
+                kept = [line for line in self.lines(name) if line["step"] <= step]
+                part = self.path / (name + ".part")
+                part.write_text("".join(json.dumps(line) + "\n" for line in kept))
+                os.replace(part, self.path / name)
+
+    # --- checkpoints
+
+    def checkpoints(self) -> list[Path]:
+        """Complete ones, oldest first: a checkpoint gets its name only when it is whole."""
+        folder = self.path / "checkpoints"
+        found = [p for p in folder.glob("step-*") if not p.name.endswith(".part")] if folder.exists() else []
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+    def save(self, step: int, weights: dict[str, Tensor], training: dict[str, Tensor], state: dict[str, Any]) -> None:
+        target = self.path / "checkpoints" / f"step-{step}"
+        part = target.with_name(target.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            save_tensors(part / "weights.safetensors", weights)
+            save_tensors(part / "training.safetensors", training)
+            (part / "state.json").write_text(json.dumps(state))
+            for file in part.iterdir():
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(part, target)
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise DataError(f"cannot save {target}: {error}; the last good checkpoint is kept") from error
+        for old in self.checkpoints()[:-KEEP]:
+            shutil.rmtree(old)
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]] | None:
+        """The newest readable checkpoint: (weights, training, state)."""
+        for path in reversed(self.checkpoints()):
+            with contextlib.suppress(DataError, OSError, ValueError):
+                state = json.loads((path / "state.json").read_text())
+                return load_tensors(path / "weights.safetensors"), load_tensors(path / "training.safetensors"), state
+        return None
+
+    def weights(self) -> dict[str, Tensor]:
+        for path in reversed(self.checkpoints()):
+            with contextlib.suppress(DataError):
+                return load_tensors(path / "weights.safetensors")
+        raise DataError(f"{self.path} has no readable checkpoint")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to judge a timing."""
+    versions = {}
+    for name in ("gymnasium", "mujoco", "ale_py"):
+        with contextlib.suppress(Exception):
+            from importlib.metadata import version
+
+            versions[name] = version(name.replace("_", "-"))
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory, 1),
+        "replaylab": replaylab.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        **versions,
+    }

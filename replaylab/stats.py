@@ -1,0 +1,101 @@
+"""Statistics of scores: mean with its error, interquartile mean, stratified bootstrap intervals.
+
+The question behind every number here is "what would change if the experiment were run again?". So the unit is the
+thing that would be drawn again: with several seeds a seed (its mean over episodes counts once, however many episodes
+it has), with a single seed one of its episodes. Episodes of one seed share one trained policy; counting them as
+independent evidence about an algorithm would make every interval too narrow.
+
+A statistic is a function that reduces the last axis of an array, so that thousands of resamples are one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Statistic = Callable[[np.ndarray], np.ndarray]
+Scores = Sequence[Any] | np.ndarray  # one array of episode scores for each seed, or a (seeds, episodes) matrix
+
+CHUNK = 2**21  # resampled values held at a time
+
+
+def mean(values: Any) -> np.ndarray:
+    return np.asarray(values, np.float64).mean(-1)
+
+
+def iqm(values: Any) -> np.ndarray:
+    """Interquartile mean: the mean of the middle half of the sorted values.
+
+    Each of n values owns 1/n of the mass; what lies between 25 % and 75 % of it counts, so that a value across an edge
+    counts in part: for n = 5 the weights are 0, 0.75, 1, 0.75, 0 (over 2.5). Nothing is rounded to whole values.
+    """
+    values = np.sort(np.asarray(values, np.float64), -1)
+    n = values.shape[-1]
+    place = np.arange(n)
+    weights = np.clip(np.minimum(place + 1, 0.75 * n) - np.maximum(place, 0.25 * n), 0, None)
+    return values @ weights / weights.sum()
+
+
+def mean_and_error(values: Any) -> tuple[float, float]:
+    """The mean and its standard error s / sqrt(n), s with n - 1 below the line. One value has no known error: NaN."""
+    values = np.asarray(values, np.float64)
+    error = values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
+    return float(values.mean()), float(error)
+
+
+def independent_units(scores: Scores, groups: Sequence[Any] | None = None) -> tuple[np.ndarray, np.ndarray, str]:
+    """(values, strata, "seed" or "episode"): what may be resampled, and the stratum each value belongs to.
+
+    `groups` names the stratum of each seed, such as its task. The unit is the episode only where no stratum has a
+    second seed.
+    """
+    seeds = [np.asarray(s, np.float64).reshape(-1) for s in scores]
+    if not seeds or any(s.size == 0 for s in seeds):
+        raise ValueError("every seed needs at least one score")
+    if groups is not None and len(groups) != len(seeds):
+        raise ValueError(f"{len(groups)} groups for {len(seeds)} seeds")
+    strata = np.zeros(len(seeds), np.int64) if groups is None else np.unique(np.asarray(groups), return_inverse=True)[1]
+    if np.bincount(strata).max() > 1:
+        return np.array([s.mean() for s in seeds]), strata, "seed"
+    return np.concatenate(seeds), np.repeat(strata, [s.size for s in seeds]), "episode"
+
+
+def bootstrap_interval(
+    scores: Scores,
+    statistic: Statistic = iqm,
+    *,
+    groups: Sequence[Any] | None = None,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of a statistic of the units above, resampled within each stratum.
+
+    Every resample keeps each stratum's size. With nothing to resample (one value in each stratum) both ends are NaN.
+    """
+    values, strata, _ = independent_units(scores, groups)
+    members = [np.flatnonzero(strata == s) for s in np.unique(strata)]
+    if max(map(len, members)) < 2:
+        return np.nan, np.nan
+    rng = np.random.default_rng(seed)
+    step = max(1, CHUNK // len(values))
+    parts = []
+    for start in range(0, resamples, step):
+        count = min(step, resamples - start)
+        picks = [m[rng.integers(len(m), size=(count, len(m)))] for m in members]
+        parts.append(statistic(values[np.concatenate(picks, axis=1)]))
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(np.concatenate(parts), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def summarize_scores(scores: Scores, *, confidence: float = 0.95, seed: int = 0) -> dict[str, Any]:
+    """What a table shows of one policy's scores, as plain JSON; what cannot be known is None."""
+    values, _, unit = independent_units(scores)
+    average, error = mean_and_error(values)
+    low, high = bootstrap_interval(scores, iqm, confidence=confidence, seed=seed)
+    numbers = {"mean": average, "error": error, "iqm": float(iqm(values)), "low": low, "high": high}
+    known = {name: value if np.isfinite(value) else None for name, value in numbers.items()}
+    return known | {"unit": unit, "seeds": len(scores), "episodes": sum(np.size(s) for s in scores)}

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+
+import pytest
+import yaml
+
+from replaylab.algos import SYSTEMS, system
+from replaylab.config import add_arguments, knob, read_yaml, resolve, write_yaml
+from replaylab.errors import UsageError
+from replaylab.train import Options
+
+
+@dataclass
+class Example:
+    """Example."""
+
+    rate: float = knob(0.1, "a rate")
+    sizes: list[int] = knob([1, 2], "some sizes")
+    kind: str = knob("a", "a kind", ("a", "b"))
+    limit: int | None = knob(None, "a limit")
+    flag: bool = knob(True, "a flag")
+
+
+def one(**layer):
+    return resolve([Example], [("test", layer)])[0]
+
+
+def test_later_layers_win():
+    (found,) = resolve([Example], [("preset", {"rate": 1, "kind": "b"}), ("yaml", {"rate": 2.0}), ("cli", {"limit": 3})])
+    assert (found.rate, found.kind, found.limit, found.sizes) == (2.0, "b", 3, [1, 2])
+
+
+def test_an_unknown_key_names_the_nearest():
+    with pytest.raises(UsageError, match="unknown key 'rat'; did you mean 'rate'"):
+        one(rat=1)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [{"rate": "x"}, {"rate": True}, {"sizes": 3}, {"sizes": ["a"]}, {"kind": "c"}, {"flag": 1}, {"limit": 1.5}],
+)
+def test_values_must_fit(layer):
+    with pytest.raises(UsageError, match=next(iter(layer))):
+        one(**layer)
+
+
+def test_command_line_gives_only_what_was_asked():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, Example)
+    given = vars(parser.parse_args(["--sizes", "4", "5", "--no-flag"]))
+    assert given == {"sizes": [4, 5], "flag": False}
+
+
+def test_yaml_round_trip_without_a_yaml_library(tmp_path, monkeypatch):
+    values = {"a": [1, 2], "b": None, "c": "x: y # z", "d": {"k": 1.5}, "e": True}
+    write_yaml(tmp_path / "c.yaml", values)
+    assert yaml.safe_load((tmp_path / "c.yaml").read_text()) == values
+    monkeypatch.setattr("replaylab.config.require", lambda *a: pytest.fail("needed a library"))
+    assert read_yaml(tmp_path / "c.yaml") == values
+
+
+def test_ordinary_yaml_is_read(tmp_path):
+    (tmp_path / "c.yaml").write_text("# comment\nlr: 1e-3\nhidden:\n  - 64\n  - 64\n")
+    assert read_yaml(tmp_path / "c.yaml")["hidden"] == [64, 64]
+    (tmp_path / "bad.yaml").write_text("a: [1\nb")
+    with pytest.raises(UsageError, match="not valid YAML"):
+        read_yaml(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_key_is_read(name):
+    """A setting that no code reads is a lie in the help text."""
+    module = system(name)
+    source = open(module.__file__).read()
+    for knob_ in fields(module.Config):
+        assert f"config.{knob_.name}" in source, f"{name}: nothing reads {knob_.name}"
+    train = open("replaylab/train.py").read()
+    for knob_ in fields(Options):
+        assert f"options.{knob_.name}" in train, f"nothing reads {knob_.name}"
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_presets_are_valid(name):
+    module = system(name)
+    assert "debug" in module.PRESETS
+    for preset, layer in module.PRESETS.items():
+        resolve([Options, module.Config], [(preset, layer)])

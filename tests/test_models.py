@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import torch
+
+from replaylab.models.mlp import MLP, generators
+
+
+def test_members_are_independent_and_equal_single_networks():
+    together = MLP(generators([5, 6, 7]), 3, [8, 8], 2)
+    x = torch.randn(3, 10, 3)
+    for i, seed in enumerate([5, 6, 7]):
+        alone = MLP(generators([seed]), 3, [8, 8], 2)
+        torch.testing.assert_close(together(x)[i : i + 1], alone(x[i : i + 1]))
+    together(x)[1].sum().backward()
+    gradient = together.layers[0].weight.grad
+    assert gradient[1].abs().sum() > 0 and gradient[0].abs().sum() == 0 == gradient[2].abs().sum()
+
+
+def test_a_member_is_the_network_torch_would_make():
+    mlp = MLP(generators([0]), 3, [16], 2)
+    linear = [torch.nn.Linear(3, 16), torch.nn.Linear(16, 2)]
+    for ours, theirs in zip(mlp.layers, linear, strict=True):
+        theirs.weight.data, theirs.bias.data = ours.weight[0].T, ours.bias[0, 0]
+    x = torch.randn(1, 5, 3)
+    torch.testing.assert_close(mlp(x)[0], linear[1](torch.relu(linear[0](x[0]))))
+    assert mlp.layers[0].weight.abs().max() <= 3**-0.5

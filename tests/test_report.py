@@ -1,0 +1,330 @@
+"""The report on fabricated run folders, and the pieces that pages are made of."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from pages import check_page
+
+from replaylab import charts, scores
+from replaylab.config import write_yaml
+from replaylab.data.episodes import from_rows
+from replaylab.data.inspect import summarize
+from replaylab.errors import ReplaylabError, UsageError
+from replaylab.page import aligned, duration, number, size_of, table
+from replaylab.report import report, summarize_runs
+
+HOPPER = "d4rl/hopper"
+
+
+@pytest.fixture(scope="module")
+def data_summary():
+    rng = np.random.default_rng(0)
+    ends = np.arange(60) % 20 == 19
+    meta = {"env_id": HOPPER, "source": "log.npz", "notes": ["a note about the data"]}
+    return summarize(
+        from_rows(rng.normal(size=(60, 3)), rng.uniform(-1, 1, (60, 2)), rng.normal(size=60), ends, meta=meta)
+    )
+
+
+def evaluation(step, seed, returns, env=HOPPER, **settings):
+    known = scores.reference(env) is not None
+    return {
+        "step": step,
+        "seed": seed,
+        "env": env,
+        "episodes": len(returns),
+        "returns": returns,
+        "lengths": [10] * len(returns),
+        "normalized": scores.normalize(env, returns).tolist() if known else None,
+        "settings": settings,
+        "seconds": 1.5,
+    }
+
+
+def make_run(path, evaluations, summary=None, *, status="finished", metrics=None, info=(), **config):
+    path.mkdir(parents=True)
+    settings = {"system": "bc", "data": ["logs/hopper.npz"], "env": HOPPER, "steps": 200, "seeds": [0, 1]}
+    write_yaml(path / "config.yaml", settings | config)
+    machine = {"device": "cpu", "cores": 2, "torch": "2.13.0"}
+    about = {"version": "0.1.0", "command": "replaylab train bc", "started": "2026-01-02T03:04:05", "finished": None}
+    about |= {"seconds": 83.0, "status": status, "machine": machine, "data": summary, "parameters": 1234}
+    (path / "run.json").write_text(json.dumps(about | dict(info)))
+    if metrics is None:
+        metrics = [
+            {"step": s, "phase": "policy", "seed": seed, "seconds": 1.0, "loss": 1.0 / s, "gradient_norm": 2.0}
+            for s in range(10, 210, 10)
+            for seed in (0, 1)
+        ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    (path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+    return path
+
+
+def two_seeds():
+    """The best evaluation comes first, so that a report of the best would show."""
+    return [
+        evaluation(100, 0, [3000.0, 3000.0]),
+        evaluation(100, 1, [3000.0, 3000.0]),
+        evaluation(200, 0, [1000.0, 1200.0]),
+        evaluation(200, 1, [1400.0, 1600.0]),
+    ]
+
+
+# --- the table as data
+
+
+def test_score_is_the_last_over_seeds(tmp_path):
+    (row,) = summarize_runs([make_run(tmp_path / "a", two_seeds())])
+    assert (row["run"], row["system"], row["env"], row["step"]) == ("a", "bc", HOPPER, 200)
+    assert (row["seeds"], row["episodes"], row["status"], row["seconds"]) == (2, 4, "finished", 83)
+    assert row["return"]["mean"] == 1300 and row["return"]["unit"] == "seed"
+    assert row["return"]["error"] == pytest.approx(200)  # seed means 1100 and 1500: s = 282.8, over sqrt(2)
+    assert (row["return"]["low"], row["return"]["high"]) == (1100, 1500)
+    assert row["normalized"]["mean"] == pytest.approx(float(scores.normalize(HOPPER, 1300)))
+    assert row["notes"] == []
+    json.dumps(row, allow_nan=False)
+
+
+def test_one_seed_is_over_its_episodes(tmp_path):
+    run = make_run(tmp_path / "a", [evaluation(200, 0, [1.0, 3.0])], seeds=[0])
+    (row,) = summarize_runs([run])
+    assert row["return"]["unit"] == "episode" and row["return"]["error"] == pytest.approx(1)
+
+
+def test_later_line_wins_and_a_cut_line_is_ignored(tmp_path):
+    run = make_run(tmp_path / "a", [*two_seeds(), evaluation(200, 0, [0.0, 0.0])])
+    with open(run / "eval.jsonl", "a") as file:
+        file.write('{"step": 300, "seed": 0, "retu')
+    (row,) = summarize_runs([run])
+    assert row["step"] == 200 and row["return"]["mean"] == 750 and row["episodes"] == 4
+
+
+def test_settings_make_rows_of_their_own(tmp_path):
+    lines = [evaluation(200, s, [r], target=r, scale=1) for s in (0, 1) for r in (1800.0, 3600.0)]
+    first, second = summarize_runs([make_run(tmp_path / "a", lines)])
+    assert (first["label"], second["label"]) == ("target=1800.0", "target=3600.0")
+    assert (first["return"]["mean"], second["return"]["mean"]) == (1800, 3600)
+
+
+def test_unfinished_runs_say_so(tmp_path):
+    lines = [evaluation(100, 0, [1.0]), evaluation(200, 0, [2.0]), evaluation(100, 1, [3.0]), evaluation(100, 2, [])]
+    lines[1]["returns"] = lines[1]["normalized"] = [2.0, float("nan")]
+    run = make_run(tmp_path / "a", lines, status="interrupted", seeds=[0, 1, 2])
+    (row,) = summarize_runs([run])
+    notes = " / ".join(row["notes"])
+    assert "interrupted" in notes and "2 of 3 seeds evaluated" in notes and "different steps, 100 to 200" in notes
+    assert "1 evaluation without a single finished episode" in notes and "1 return not finite" in notes
+    assert row["return"]["mean"] == 2.5
+
+
+def test_not_a_run_folder(tmp_path):
+    (tmp_path / "holiday").mkdir()
+    with pytest.raises(UsageError, match="holiday"):
+        summarize_runs([tmp_path / "holiday"])
+    with pytest.raises(UsageError, match="no run folders"):
+        report([], tmp_path / "page.html")
+    with pytest.raises(UsageError, match="cannot write"):
+        report([make_run(tmp_path / "a", [])], tmp_path)
+
+
+# --- the page
+
+
+def test_page_of_two_runs(tmp_path, data_summary):
+    a = make_run(tmp_path / "one" / "run", two_seeds(), data_summary)
+    b = make_run(
+        tmp_path / "two" / "run", [evaluation(200, s, [500.0 + s]) for s in (0, 1)], data_summary, batch_size=64
+    )
+    page = check_page(report([a, b], tmp_path / "out" / "page.html"))
+    assert str(a) in page.text and str(b) in page.text  # equal names are told apart by their paths
+    low, high = scores.normalize(HOPPER, [1100, 1500])
+    mean, error = (low + high) / 2, (high - low) / 2
+    assert " ± ".join(aligned([mean, error], error)) in page.text
+    assert "1,300 ± 200" in page.text
+    assert "Learning curve in d4rl/hopper" in page.text and "2 seeds" in page.text and "95%" in page.text
+    assert "batch_size" in page.text and "a note about the data" in page.text and "2.13.0" in page.text
+    assert page.text.count("a note about the data") == 1  # one data set, shown once
+    assert "Phase: policy" in page.text and "gradient_norm" in page.text and "1 min 23 s" in page.text
+    assert page.html.count('role="img"') >= 5
+    assert len(page.html) < 200_000
+
+
+def test_page_of_one_run_without_environment(tmp_path, data_summary):
+    run = make_run(tmp_path / "a", [], data_summary, env=None)
+    page = check_page(report([run], tmp_path / "page.html"))
+    assert "No environment was given: nothing was evaluated." in page.text
+    page = check_page(report([make_run(tmp_path / "b", [], data_summary)], tmp_path / "page.html"))
+    assert "No evaluation has finished yet." in page.text
+
+
+def test_long_training_curves_are_averaged(tmp_path):
+    metrics = [{"step": s, "phase": "p", "seed": 0, "seconds": 0.1, "loss": 1.0} for s in range(3000)]
+    metrics += [{"step": 3000, "phase": "p", "seed": 0, "loss": float("inf"), "word": "text", "flag": True}]
+    page = check_page(report([make_run(tmp_path / "a", [], metrics=metrics)], tmp_path / "page.html"))
+    assert "each point is the mean of up to 21 logged values" in page.text
+    assert "word" not in page.text and len(page.html) < 40_000
+
+
+def test_without_run_json_or_logs(tmp_path, data_summary):
+    run = make_run(tmp_path / "a", [], data_summary)
+    for name in ("run.json", "metrics.jsonl", "eval.jsonl"):
+        (run / name).unlink()
+    page = check_page(report([run], tmp_path / "page.html"))
+    assert "unknown" in page.text and "No training metrics were logged." in page.text
+
+
+EVIL = '<script>alert(1)</script>"><img src=x onerror=alert(2)>\ud800'
+
+
+def poison(value):
+    """The same structure with every string made hostile."""
+    if isinstance(value, dict):
+        return {k: poison(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [poison(v) for v in value]
+    return EVIL if isinstance(value, str) else value
+
+
+def test_hostile_content_is_escaped(tmp_path, data_summary):
+    folder = tmp_path / "<script>alert(3)<"
+    metrics = [{"step": 1, "phase": EVIL, "seed": EVIL, EVIL: 1.0}]
+    summary = poison(data_summary | {"extras": {EVIL: "f"}, "source": [EVIL, EVIL]})
+    lines = [evaluation(200, seed, [1.0], **{EVIL: n}) | {"env": EVIL, "seed": EVIL} for seed in (0, 1) for n in (1, 2)]
+    info = {"status": EVIL, "machine": {EVIL: EVIL}, "command": EVIL, "started": EVIL, "parameters": EVIL}
+    config = {"system": EVIL, "data": [EVIL], "env": EVIL, "note": {EVIL: EVIL}}
+    run = make_run(folder, lines, summary, metrics=metrics, info=info, **config)
+    other = make_run(tmp_path / "b", two_seeds(), data_summary)
+    page = check_page(report([run, other], tmp_path / "page.html"))
+    assert "<script>alert(1)</script>" in page.text and "<script>alert(3)<" in page.text
+    check_page(report([run], tmp_path / "page.html"))
+
+
+JUNK = [None, True, "x", -1, 1e308, float("nan"), 10**400, [], [1, "a"], {}, {"mean": None}]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=lambda junk: repr(junk)[:20])
+def test_wrong_types_never_crash(tmp_path, data_summary, junk):
+    """Whatever a folder holds, the answer is a page or one clear error."""
+    for key in ("data", "seconds", "status", "machine", "parameters", "started"):
+        run = make_run(tmp_path / "a", two_seeds(), data_summary, info={key: junk})
+        check_page(report([run], tmp_path / "page.html"))
+        shutil.rmtree(run)
+    for key in ("system", "data", "env", "steps", "seeds"):
+        run = make_run(tmp_path / "a", two_seeds(), data_summary, **{key: junk})
+        check_page(report([run, make_run(tmp_path / "b", [])], tmp_path / "page.html"))
+        shutil.rmtree(run), shutil.rmtree(tmp_path / "b")
+    lines = [
+        evaluation(100, 0, [1.0]) | {key: junk} for key in ("step", "seed", "env", "returns", "normalized", "settings")
+    ]
+    run = make_run(
+        tmp_path / "a", [*lines, junk], metrics=[{"step": junk, "loss": junk}, {"step": 1, "loss": junk}, junk]
+    )
+    check_page(report([run], tmp_path / "page.html"))
+    for key in data_summary:
+        (run / "run.json").write_text(json.dumps({"data": data_summary | {key: junk}}))
+        check_page(report([run], tmp_path / "page.html"))
+    (run / "run.json").write_text(json.dumps(junk))
+    check_page(report([run], tmp_path / "page.html"))
+    (run / "run.json").write_text("{")
+    with pytest.raises(ReplaylabError, match=r"run\.json"):
+        report([run], tmp_path / "page.html")
+
+
+# --- numbers, ticks, charts
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0"),
+        (0.00123, "0.00123"),
+        (-0.25, "-0.25"),
+        (53.514, "53.51"),
+        (123.46, "123.5"),
+        (1426.4, "1426"),
+        (9999.9, "10k"),
+        (12_345, "12.35k"),
+        (250_000, "250k"),
+        (999_999, "1M"),
+        (1_234_567, "1.23M"),
+        (2e15, "2e15"),
+        (3.1e-5, "3.1e-5"),
+        (-1e-9, "-1e-9"),
+        (float("inf"), "∞"),
+        (float("nan"), "–"),
+        (None, "–"),
+        ("x", "–"),
+    ],
+)
+def test_numbers(value, shown):
+    assert number(value) == shown
+
+
+def test_numbers_with_their_error():
+    assert aligned([49.626, 0.996], 0.996) == ["49.6", "1.0"]
+    assert aligned([1594.85, 32.4], 32.4) == ["1,595", "32"]
+    assert aligned([0.51234, 0.0123], 0.0123) == ["0.512", "0.012"]
+    assert aligned([5.0], 0.0) == ["5"]
+
+
+def test_units():
+    assert [duration(s) for s in (0.25, 41.2, 200, 7500, None)] == ["0.2 s", "41 s", "3 min 20 s", "2 h 05 min", "–"]
+    assert [size_of(n) for n in (0, 2048, 3.5 * 2**20, 2**43)] == ["0 bytes", "2 KiB", "3.5 MiB", "8 TiB"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0, 10, ["0", "2", "4", "6", "8", "10"]),
+        (-2.9, 8, ["-2.5", "0", "2.5", "5", "7.5"]),
+        (0.1, 0.32, ["0.1", "0.15", "0.2", "0.25", "0.3"]),
+        (0, 2000, ["0", "500", "1000", "1500", "2000"]),
+        (0, 100_000, ["0", "20k", "40k", "60k", "80k", "100k"]),
+        (0, 2_000_000, ["0", "0.5M", "1M", "1.5M", "2M"]),
+    ],
+)
+def test_ticks_are_round_and_inside(low, high, labels):
+    ticks = charts.Axis(low, high, 0, 100).ticks()
+    assert [label for _, label in ticks] == labels
+    assert all(-0.01 <= at <= 100.01 for at, _ in ticks)
+
+
+def test_log_ticks():
+    assert [label for _, label in charts.Axis(-2, 1, 0, 100, log=True).ticks()] == ["0.01", "0.1", "1", "10"]
+    assert len(charts.Axis(0.05, 0.9, 0, 100, log=True).ticks()) == 2  # 2 and 5
+
+
+def test_histogram_bins():
+    counts, edges = charts.bin_values([0, 1, 1, 3, np.nan, np.inf])
+    assert counts.tolist() == [1, 2, 0, 1] and edges.tolist() == [-0.5, 0.5, 1.5, 2.5, 3.5]
+    counts, edges = charts.bin_values([0.5, 0.6], within=(-1, 1))
+    assert edges[0] == -1 and edges[-1] == 1 and counts.sum() == 2
+    for odd in ([], [np.nan], [7.0] * 9, [1e17, 1e17 + 16], [0, 1e-320], [-1e99, 1e99], [1e-300, 0.0]):
+        counts, edges = charts.bin_values(odd)
+        assert (np.diff(edges) > 0).all()
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0], [0.0, 0.0], [np.nan, 1.0, np.inf], [1e300, -1e300, 2], [0, 1e-320], [-5, -4]], ids=repr
+)
+@pytest.mark.parametrize("log", [False, True])
+def test_charts_survive_odd_values(tmp_path, values, log):
+    y = np.array(values, np.float64)
+    series = charts.Series("<b>", np.arange(len(y), dtype=np.float64), y, y - 1, y + 1)
+    pieces = [charts.lines("t", [series], log=log), charts.bars("t", ["x"] * len(y), values, values, [None] * len(y))]
+    pieces += [charts.histogram("t", *charts.bin_values(y)), charts.density("t", y, y, y)]
+    (tmp_path / "page.html").write_text("".join(pieces))
+    assert "<b>" not in check_page(tmp_path / "page.html").html
+
+
+def test_line_breaks_at_missing_values():
+    y = np.array([1.0, 2, np.nan, 4, 5])
+    chart = charts.lines("t", [charts.Series("", np.arange(5.0), y)])
+    assert chart.count('<path class="line') == 2 and chart.count("<circle") == 4
+
+
+def test_columns_of_numbers_stand_right():
+    made = table(["name", "value", "note"], [["1", "-2.5", "x"], ["2", "–", "3 of 4"]])
+    assert "<td>1</td><td class=n>-2.5</td><td>x</td>" in made

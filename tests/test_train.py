@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_episodes
+
+import replaylab
+from replaylab.algos import Spaces, bc
+from replaylab.errors import DataError, UsageError
+from replaylab.run import RunFolder
+from replaylab.step import Stepper
+
+SMALL = {"steps": 300, "batch_size": 32, "hidden": [32], "device": "cpu"}
+
+
+def weights(run):
+    return RunFolder(run).weights()
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture
+def log():
+    return make_episodes(lengths=(50, 30, 40))
+
+
+def test_it_learns_what_is_there_to_learn(log, tmp_path):
+    run = replaylab.train("bc", log, out=tmp_path / "r", **SMALL | {"steps": 2000, "lr": 3e-3})
+    policy = replaylab.load_policy(run)
+    assert np.abs(policy.act(log.observations) - log.actions).mean() < 0.05
+    lines = RunFolder(run).lines("metrics.jsonl")
+    assert lines[-1]["step"] == 2000 and lines[-1]["loss"] < lines[0]["loss"] / 10
+    assert RunFolder(run).info()["status"] == "finished"
+    np.testing.assert_allclose(policy.act(log.observations[0]), policy.act(log.observations[:1])[0], rtol=1e-5)
+
+
+def test_discrete_actions(tmp_path):
+    log = make_episodes(lengths=(60, 60), discrete=True)
+    run = replaylab.train("bc", log, out=tmp_path / "r", **SMALL | {"steps": 1500, "lr": 3e-3})
+    assert (replaylab.load_policy(run).act(log.observations) == log.actions).mean() > 0.97
+
+
+def test_top_fraction_clones_the_best_episode_only(tmp_path):
+    log = make_episodes(lengths=(50, 50))
+    best = int(log.returns.argmax())
+    rows = slice(log.offsets[best], log.offsets[best + 1])
+    log.actions[:] = -0.9
+    log.actions[rows] = 0.9
+    run = replaylab.train("bc", log, out=tmp_path / "r", top_fraction=0.5, **SMALL | {"lr": 1e-2})
+    assert (replaylab.load_policy(run).act(log.observations) > 0).all()
+
+
+def test_twice_the_same_and_other_seeds_differ(log, tmp_path):
+    for name in "ab":
+        replaylab.train("bc", log, out=tmp_path / name, seeds=[0, 1], **SMALL)
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    stacked = weights(tmp_path / "a")["policy.layers.0.weight"]
+    assert not torch.equal(stacked[0], stacked[1])
+
+
+def test_a_seed_does_not_depend_on_its_neighbours(log, tmp_path):
+    replaylab.train("bc", log, out=tmp_path / "many", seeds=[3, 4, 5], **SMALL)
+    replaylab.train("bc", log, out=tmp_path / "one", seeds=[4], **SMALL)
+    many, one = replaylab.load_policy(tmp_path / "many", seed=4), replaylab.load_policy(tmp_path / "one")
+    np.testing.assert_allclose(many.act(log.observations), one.act(log.observations), atol=1e-4)
+    with pytest.raises(UsageError, match="has no seed 9"):
+        replaylab.load_policy(tmp_path / "many", seed=9)
+
+
+def test_half_and_resume_is_the_whole(log, tmp_path):
+    """Train N, resume to 2N = train 2N: weights, optimiser and metric lines."""
+    replaylab.train("bc", log, out=tmp_path / "whole", seeds=[0, 1], log_every=70, **SMALL)
+    replaylab.train("bc", log, out=tmp_path / "half", seeds=[0, 1], log_every=70, **SMALL | {"steps": 130})
+    replaylab.train("bc", log, out=tmp_path / "half", seeds=[0, 1], log_every=70, resume=True, **SMALL)
+    whole, half = (RunFolder(tmp_path / name).load() for name in ("whole", "half"))
+    assert same(whole[0], half[0]) and same(whole[1], half[1])
+    last = [RunFolder(tmp_path / name).lines("metrics.jsonl")[-1]["loss"] for name in ("whole", "half")]
+    assert last[0] == last[1]
+
+
+def test_resume_refuses_other_settings_and_fresh_runs_refuse_old_folders(log, tmp_path):
+    replaylab.train("bc", log, out=tmp_path / "r", **SMALL)
+    with pytest.raises(UsageError, match="batch_size was 32, now 64"):
+        replaylab.train("bc", log, out=tmp_path / "r", resume=True, **SMALL | {"batch_size": 64})
+    with pytest.raises(UsageError, match="--resume, --overwrite"):
+        replaylab.train("bc", log, out=tmp_path / "r", **SMALL)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("dear")
+    with pytest.raises(UsageError, match="not a run folder"):
+        replaylab.train("bc", log, out=tmp_path / "other", overwrite=True, **SMALL)
+    assert (tmp_path / "other" / "thesis.tex").read_text() == "dear"
+
+
+def test_unknown_names(log, tmp_path):
+    with pytest.raises(UsageError, match="did you mean 'batch_size'"):
+        replaylab.train("bc", log, out=tmp_path / "r", batch_sise=3)
+    with pytest.raises(UsageError, match="unknown preset 'debg'; did you mean 'debug'"):
+        replaylab.train("bc", log, out=tmp_path / "r", preset="debg")
+    with pytest.raises(UsageError, match="unknown system 'bcc'; did you mean 'bc'"):
+        replaylab.train("bcc", log, out=tmp_path / "r")
+
+
+def test_compiled_equals_eager(log):
+    """torch.compile changes rounding, nothing else."""
+    found = []
+    for mode in ("off", "on"):
+        agent = bc.Agent(bc.Config(steps=20, hidden=[16], batch_size=16), Spaces.of(log), [0, 1], torch.device("cpu"))
+        stepper = Stepper(agent.phases(log)[0], torch.device("cpu"), compile=mode)
+        stepper.run(0, 20)
+        found.append((stepper.read()["loss"], agent.state_dict()))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-4)
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(value, found[1][1][name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_captured_equals_eager(log):
+    device, found = torch.device("cuda"), []
+    for mode in ("off", "auto"):
+        agent = bc.Agent(bc.Config(steps=50, hidden=[16], batch_size=16), Spaces.of(log), [0, 1], device)
+        stepper = Stepper(agent.phases(log)[0], device, compile=mode)
+        stepper.run(0, 50)
+        found.append(agent.state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_data_too_large_for_the_device_stays_on_the_host(log, tmp_path, monkeypatch):
+    replaylab.train("bc", log, out=tmp_path / "resident", **SMALL)
+    monkeypatch.setattr("replaylab.data.sample.fits", lambda *a: False)
+    replaylab.train("bc", log, out=tmp_path / "host", **SMALL)
+    assert same(weights(tmp_path / "resident"), weights(tmp_path / "host"))
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(log, tmp_path, monkeypatch):
+    replaylab.train("bc", log, out=tmp_path / "r", **SMALL | {"steps": 100})
+    good = weights(tmp_path / "r")
+
+    def full(path, tensors):
+        path.write_bytes(b"half of")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("replaylab.run.save_tensors", full)
+    with pytest.raises(DataError, match="No space left on device; the last good checkpoint is kept"):
+        replaylab.train("bc", log, out=tmp_path / "r", resume=True, **SMALL)
+    assert same(good, weights(tmp_path / "r"))
+    assert [p.name for p in (tmp_path / "r" / "checkpoints").iterdir()] == ["step-100"]
+    assert RunFolder(tmp_path / "r").info()["status"] == "failed"
+
+
+def test_an_unreadable_checkpoint_falls_back_to_the_one_before(log, tmp_path):
+    for steps in (100, 200):
+        replaylab.train("bc", log, out=tmp_path / "r", resume=True, **SMALL | {"steps": steps})
+    newest = RunFolder(tmp_path / "r").checkpoints()[-1] / "weights.safetensors"
+    newest.write_bytes(newest.read_bytes()[:50])
+    assert RunFolder(tmp_path / "r").load()[2]["step"] == 100
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(log, tmp_path):
+    with pytest.raises(DataError, match="loss became nan at step"):
+        replaylab.train("bc", log, out=tmp_path / "r", **SMALL | {"lr": 1e20})
+
+
+def test_tensorboard_when_asked(log, tmp_path):
+    replaylab.train("bc", log, out=tmp_path / "r", track=["tensorboard"], **SMALL)
+    assert list((tmp_path / "r" / "tensorboard").glob("events*"))
+
+
+# --- in processes of their own
+
+SCRIPT = """
+import sys
+sys.path[:0] = ["tests", "."]
+import torch; torch.set_num_threads(1)
+import replaylab
+from conftest import make_episodes
+out, steps, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
+replaylab.train("bc", make_episodes(lengths=(50, 30, 40)), out=out, steps=steps, batch_size=32, hidden=[32], device="cpu",
+                seeds=[0, 1], resume=resume, checkpoint_minutes=0.001, log_every=50)
+"""
+
+
+def start(out, steps, resume="resume"):
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(out), str(steps), resume], stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, seconds=60):
+    for _ in range(seconds * 100):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("it did not happen")
+
+
+def kill_and_resume(tmp_path, kills, steps, rng):
+    whole = start(tmp_path / "whole", steps)
+    assert whole.wait() == 0, whole.stderr.read()
+    spent = RunFolder(tmp_path / "whole").info()["seconds"]
+    for _ in range(kills):
+        process = start(tmp_path / "killed", steps)
+        wait_for(lambda p=process: (tmp_path / "killed" / "config.yaml").exists() or p.poll() is not None)
+        time.sleep(rng.random() * (spent + 2) / 2)
+        process.kill()
+        process.wait()
+    last = start(tmp_path / "killed", steps)
+    assert last.wait() == 0, last.stderr.read()
+    whole, killed = (RunFolder(tmp_path / name) for name in ("whole", "killed"))
+    assert same(whole.load()[0], killed.load()[0]) and same(whole.load()[1], killed.load()[1])
+    strip = [[{k: v for k, v in line.items() if k != "seconds"} for line in r.lines("metrics.jsonl")] for r in (whole, killed)]
+    assert strip[0] == strip[1]
+
+
+def test_kill_9_once(tmp_path):
+    kill_and_resume(tmp_path, 1, 1500, random.Random(0))
+
+
+@pytest.mark.slow
+def test_kill_9_twenty_times(tmp_path):
+    kill_and_resume(tmp_path, 20, 6000, random.Random(int(time.time())))
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    process = start(tmp_path / "r", 1_000_000)
+    wait_for(lambda: (tmp_path / "r" / "checkpoints").exists())
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and "resume with the same command plus --resume" in errors
+    info = json.loads((tmp_path / "r" / "run.json").read_text())
+    assert info["status"] == "interrupted" and RunFolder(tmp_path / "r").load()[2]["step"] > 0
+
+
+def test_a_second_process_on_the_folder_is_refused(tmp_path):
+    first = start(tmp_path / "r", 1_000_000)
+    try:
+        wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists())
+        second = start(tmp_path / "r", 1_000_000)
+        _, errors = second.communicate(timeout=60)
+        assert second.returncode != 0 and "another process is training" in errors
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_only_numpy_and_torch_are_needed(tmp_path):
+    """Training from arrays in a process in which nothing else can be imported."""
+    script = f"""
+import sys
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {{"h5py","yaml","pyarrow","gymnasium","mujoco","ale_py","safetensors","minari","tqdm","rich","matplotlib"}}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Nothing())
+sys.path[:0] = ["."]
+import numpy as np, replaylab
+rng = np.random.default_rng(0)
+log = replaylab.from_rows(rng.standard_normal((100, 3)), rng.uniform(-1, 1, (100, 1)), rng.standard_normal(100), np.arange(100) % 20 == 19)
+run = replaylab.train("bc", log, out={str(tmp_path / "r")!r}, preset="debug", device="cpu")
+replaylab.report([run], run / "report.html")
+print(replaylab.load_policy(run).act(np.zeros((2, 3))).shape)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "(2, 1)"
