@@ -139,6 +139,7 @@ def _build_collect(inner: Any) -> None:
     verb.add_argument("--seed", type=int, default=0)
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     verb.add_argument("--to", metavar="FORMAT", help="format to write (default: from the name; a folder is native)")
+    verb.add_argument("--compact", action="store_true", help="round to 14 bits and leave out extra columns: a small file")
     verb.add_argument("--overwrite", action="store_true")
     add_arguments(verb, Config)
 
@@ -206,7 +207,7 @@ def _data_collect(args: argparse.Namespace) -> None:
     from replaylab.collect import collect
 
     given = vars(args)
-    own = ("env", "out", "level", "steps", "seed", "device", "to", "overwrite", "run", "debug")
+    own = ("env", "out", "level", "steps", "seed", "device", "to", "compact", "overwrite", "run", "debug")
     settings = {k: v for k, v in given.items() if k not in own}
     path = collect(
         args.env,
@@ -217,6 +218,7 @@ def _data_collect(args: argparse.Namespace) -> None:
         device=args.device,
         overwrite=hasattr(args, "overwrite"),
         format=given.get("to"),
+        compact=hasattr(args, "compact"),
         **settings,
     )
     print(f"wrote {path}")
@@ -275,7 +277,7 @@ def _eval(args: argparse.Namespace) -> None:
         print(
             f"{row['run']}: {row['env']} {row['score']} {row['mean']:.1f}{error}, "
             f"IQM {row['iqm']:.1f}{interval}, raw return {row['return']:.1f}, "
-            f"length {row['length']:.0f}; {row['seeds']} seeds x {row['episodes']} episodes"
+            f"length {row['length']:.0f}; {row['seeds']} seeds, {row['episodes']} episodes"
         )
 
 

@@ -38,6 +38,35 @@ REFERENCES: dict[str, tuple[float, float]] = {
     "carla-lane": (-0.8503839912088142, 1023.5784385429523),
     "carla-town": (-114.81579500772153, 2440.1772022247314),
 }
+# the 26 Atari-100k games -> mean score of a random player and of a human, as in every paper on them
+ATARI: dict[str, tuple[float, float]] = {
+    "atari/alien": (227.8, 7127.7),
+    "atari/amidar": (5.8, 1719.5),
+    "atari/assault": (222.4, 742.0),
+    "atari/asterix": (210.0, 8503.3),
+    "atari/bank_heist": (14.2, 753.1),
+    "atari/battle_zone": (2360.0, 37187.5),
+    "atari/boxing": (0.1, 12.1),
+    "atari/breakout": (1.7, 30.5),
+    "atari/chopper_command": (811.0, 7387.8),
+    "atari/crazy_climber": (10780.5, 35829.4),
+    "atari/demon_attack": (152.1, 1971.0),
+    "atari/freeway": (0.0, 29.6),
+    "atari/frostbite": (65.2, 4334.7),
+    "atari/gopher": (257.6, 2412.5),
+    "atari/hero": (1027.0, 30826.4),
+    "atari/jamesbond": (29.0, 302.8),
+    "atari/kangaroo": (52.0, 3035.0),
+    "atari/krull": (1598.0, 2665.5),
+    "atari/kung_fu_master": (258.5, 22736.3),
+    "atari/ms_pacman": (307.3, 6951.6),
+    "atari/pong": (-20.7, 14.6),
+    "atari/private_eye": (24.9, 69571.3),
+    "atari/qbert": (163.9, 13455.0),
+    "atari/road_runner": (11.5, 7845.0),
+    "atari/seaquest": (68.4, 42054.7),
+    "atari/up_n_down": (533.4, 11693.2),
+}
 # Gymnasium-Robotics' names for the same tasks
 _ALIASES = {
     "adroithandpen": "pen",
@@ -52,8 +81,11 @@ def reference(env_id: str) -> tuple[float, float] | None:
     """(random, expert) for an environment or dataset, or None where nobody has published them.
 
     Understands `d4rl/hopper`, `hopper`, `Hopper-v5`, `hopper-medium-v2`, `hopper/medium-v0`, `maze2d-large-dense-v1`,
-    `mujoco/hopper/medium-v0`, `D4RL/pen/human-v2` and the like.
+    `mujoco/hopper/medium-v0`, `D4RL/pen/human-v2`, `atari/BankHeist`, `atari/bank_heist` and the like.
     """
+    if env_id.lower().startswith("atari/"):
+        plain = {game.replace("_", ""): scores for game, scores in ATARI.items()}
+        return plain.get(re.sub(r"[_-]", "", env_id.lower()))
     name = re.sub(r"[/_:]", "-", env_id.lower())
     name = re.sub(r"^(d4rl-|mujoco-)", "", re.sub(r"-v\d+$", "", name))
     words = name.split("-")
@@ -71,6 +103,6 @@ def normalize(env_id: str, returns: ArrayLike) -> np.ndarray:
     """100 * (return - random) / (expert - random), element by element."""
     found = reference(env_id)
     if found is None:
-        raise UsageError(f"no reference scores for '{env_id}'{nearest(env_id.lower(), REFERENCES)}")
+        raise UsageError(f"no reference scores for '{env_id}'{nearest(env_id.lower(), REFERENCES | ATARI)}")
     low, high = found
     return 100.0 * (np.asarray(returns, np.float64) - low) / (high - low)

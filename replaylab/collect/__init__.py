@@ -32,6 +32,7 @@ def collect(
     device: str = "auto",
     overwrite: bool = False,
     format: str | None = None,
+    compact: bool = False,
     **settings: Any,
 ) -> Path:
     """Make a dataset of `env` at `out`; `level="all"` makes one folder a level. Returns `out`.
@@ -54,7 +55,7 @@ def collect(
     level = level or "medium"
     if level != "all" and level not in LEVELS:
         raise UsageError(f"unknown level '{level}'{nearest(level, ['all', *LEVELS])}")
-    return _collect_levels(env, out, level, steps or 1_000_000, seed, device, overwrite, format, settings)
+    return _collect_levels(env, out, level, steps or 1_000_000, seed, device, overwrite, format, compact, settings)
 
 
 def _collect_levels(
@@ -66,11 +67,12 @@ def _collect_levels(
     device: str,
     overwrite: bool,
     format: str | None,
+    compact: bool,
     settings: dict[str, Any],
 ) -> Path:
     from replaylab.collect.levels import make_level
     from replaylab.collect.online import Config, Online
-    from replaylab.envs import _full as canonical
+    from replaylab.envs import canonical
     from replaylab.evaluate import pick_device
 
     env = canonical(env)
@@ -86,11 +88,25 @@ def _collect_levels(
     for name, path in targets.items():
         episodes = make_level(online, name, steps, seed)
         meta = episodes.meta | {"recipe": recipe(config, seed) | episodes.meta.get("recipe", {})}
-        save_what_fits(replace(episodes, meta=meta), path, overwrite=overwrite, format=format)
+        episodes = replace(episodes, meta=meta)
+        save_what_fits(rounded(episodes) if compact else episodes, path, overwrite=overwrite, format=format)
         score = f"return {episodes.returns.mean():.0f} +- {episodes.returns.std():.0f}"
         print(f"wrote {path}: {len(episodes)} steps, {episodes.num_episodes} episodes, {score}", file=sys.stderr)
     online.forget()
     return out
+
+
+def rounded(episodes: Episodes, bits: int = 14) -> Episodes:
+    """For shipping: floats with fewer bits of mantissa, which compress, and no extra columns."""
+
+    def shorten(column: np.ndarray) -> np.ndarray:
+        whole = column.astype(np.float32).view(np.uint32)
+        drop = 23 - bits
+        return ((whole + np.uint32(1 << (drop - 1))) >> drop << drop).view(np.float32)
+
+    names = ("observations", "actions", "rewards", "final_observations")
+    shorter = {name: shorten(getattr(episodes, name)) for name in names}
+    return replace(episodes, **shorter, extras={}, meta=episodes.meta | {"rounded_to_bits": bits})
 
 
 def recipe(config: Any, seed: int) -> dict[str, Any]:

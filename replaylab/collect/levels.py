@@ -100,30 +100,30 @@ def roll(online: Online, actor: dict[str, Tensor], steps: int, seed: int, label:
     torch.manual_seed(seed)
     rng = np.random.default_rng([seed, 1])
     observations = env.reset(seed=[int(s) for s in rng.integers(0, 2**31, count)])[0].astype(np.float32)
-    streams: list[list[tuple]] = [[] for _ in range(count)]
+    seen: list[tuple[np.ndarray, ...]] = []
     finals: list[list[np.ndarray]] = [[] for _ in range(count)]
-    playing = np.ones(count, bool)
-    bar, rows = Progress(f"roll out {label}", steps), 0
+    playing, played = np.ones(count, bool), np.zeros(count, np.int64)
+    bar = Progress(f"roll out {label}", steps)
     while playing.any():
         actions, log_prob = (v[0].numpy() for v in sac.sample(torch.from_numpy(observations)[None]))
         following, rewards, terminated, truncated, _ = env.step(actions)
         following = following.astype(np.float32)
-        for i in np.flatnonzero(playing):
-            streams[i].append((observations[i], actions[i], rewards[i], terminated[i], truncated[i], log_prob[i]))
-        rows += int(playing.sum())
+        seen.append((observations, actions, rewards, terminated, truncated, log_prob, playing.copy()))
+        played += playing
         done = (terminated | truncated) & playing
         for i in np.flatnonzero(done):
             finals[i].append(following[i])
-            playing[i] = len(streams[i]) < steps / count  # the quota is met: stop at an episode's end
+            playing[i] = played[i] < steps / count  # once the quota is met, an environment stops at an episode's end
         again = done & playing
         observations = following
         if again.any():
             fresh = env.reset(options={"reset_mask": again})[0].astype(np.float32)
             observations = np.where(again[:, None], fresh, following)
-        bar.update(min(rows, steps))
+        bar.update(min(int(played.sum()), steps))
     bar.close()
     env.close()
-    columns = [np.array(column) for column in zip(*(row for stream in streams for row in stream), strict=True)]
+    *stacked, mine = (np.stack(column, 1) for column in zip(*seen, strict=True))  # (environments, steps, ...)
+    columns = [column[mine] for column in stacked]  # environment by environment
     attachments = {f"metadata/policy/{k}": v for k, v in _layers(actor).items()}
     return _episodes(online, columns, np.array([f for stream in finals for f in stream]), attachments)
 

@@ -1,6 +1,6 @@
 """Maze data that must be stitched: a planner and a noisy PD controller drive the point between cells, as in D4RL.
 
-Every episode is one trip of at most a third of the moves that evaluation asks for, so that no trajectory makes an
+Every episode is one trip of at most half the moves that evaluation asks for, so that no trajectory makes an
 evaluation trip: the way to the goal has to be joined from pieces. Rewards do not know where a trip was heading:
   play     trips between hand-picked cells; the goal of every row is the one fixed goal of evaluation
   diverse  trips between random cells; the goal of an episode is drawn anew, and is part of its observations
@@ -9,17 +9,18 @@ A trip that comes to its episode's goal earns 1 and terminates. One that arrives
 
 from __future__ import annotations
 
-import importlib.metadata
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from replaylab import envs
+from replaylab.collect import recipe, save_what_fits
 from replaylab.data.episodes import Episodes
-from replaylab.data.write import save
 from replaylab.envs.maze import MODES, RADIUS, SPREAD, Cell, Layout
-from replaylab.errors import DataError, UsageError, nearest
+from replaylab.errors import UsageError, nearest
 from replaylab.progress import Progress
 
 PULL, BRAKE = 10.0, 1.0  # gains of the PD controller on position and velocity
@@ -27,57 +28,69 @@ PASSED = 0.25  # a waypoint this near is passed
 STOPPED = 0.5  # a trip ends at its last waypoint when it is slower than this, so that other trips can follow on it
 JITTER = 0.2  # waypoints lie this far off the middle of their cell, so that trips use the width of a corridor
 
-# where the trips of `play` start and end: the start and the goal of evaluation, dead ends and junctions between
-STOPS: dict[str, list[Cell]] = {
-    "umaze": [(1, 1), (1, 3), (3, 1), (3, 3)],
-    "medium": [(1, 1), (1, 6), (2, 4), (3, 2), (4, 1), (4, 4), (4, 6), (5, 4), (6, 1), (6, 3), (6, 6)],
-    "large": [(1, 1), (1, 4), (1, 6), (1, 10), (3, 1), (3, 6), (3, 10), (5, 1), (5, 4), (5, 6), (5, 8), (5, 10)]
-    + [(7, 1), (7, 4), (7, 6), (7, 9)],
+# row -> columns of the cells where the trips of `play` start and end: dead ends, turns and junctions
+STOPS: dict[str, dict[int, list[int]]] = {
+    "umaze": {1: [1, 3], 3: [1, 3]},
+    "medium": {1: [1, 6], 2: [4], 3: [2], 4: [1, 4, 6], 5: [4], 6: [1, 3, 6]},
+    "large": {1: [1, 4, 6, 10], 3: [1, 6, 10], 5: [1, 4, 6, 8, 10], 7: [1, 4, 6, 9]},
 }
 
 
 def collect_maze(
     env_id: str,
     steps: int,
-    out: str | Path | None,
+    out: str | Path,
     *,
     seed: int = 0,
     style: str | None = None,
     noise: float = 0.5,
     progress: bool = True,
     overwrite: bool = False,
-) -> Episodes:
-    """At least `steps` rows in whole episodes, written to `out` unless that is None.
+) -> Path:
+    """Drive, and write at least `steps` rows in whole episodes to `out`; see `make_trips` for the settings."""
+    out = Path(out)
+    if out.exists() and not overwrite:
+        raise UsageError(f"{out} exists: pass --overwrite or another --out")
+    episodes = make_trips(env_id, steps, seed=seed, style=style, noise=noise, progress=progress)
+    save_what_fits(episodes, out, overwrite=overwrite)
+    if progress:
+        share = f"{episodes.meta['recipe']['success_share']:.1%} reach the goal"
+        print(f"wrote {out}: {len(episodes)} steps, {episodes.num_episodes} episodes, {share}", file=sys.stderr)
+    return out
 
-    `env_id` is `pointmaze-{umaze,medium,large}`; `style` is play, or diverse, which `...-diverse` implies.
-    `noise` is the standard deviation of what is added to every action before it is clipped to [-1, 1].
+
+def make_trips(
+    env_id: str, steps: int, *, seed: int = 0, style: str | None = None, noise: float = 0.5, progress: bool = False
+) -> Episodes:
+    """Trips in `pointmaze-{umaze,medium,large}` until there are `steps` rows.
+
+    `style` is play, or diverse, which an id that ends in `-diverse` implies. `noise` is the standard deviation of
+    what is added to every action before it is clipped to [-1, 1]; D4RL's is 0.5.
     """
     maze, style = _parse(env_id, style)
-    if steps < 1 or not noise >= 0:
-        raise UsageError(f"steps must be at least 1 and noise at least 0, not {steps} and {noise}")
-    if out is not None and Path(out).exists() and not overwrite:
-        raise UsageError(f"{out} exists: choose another place, or pass overwrite (--overwrite)")
+    if steps < 1 or not 0 <= noise < np.inf:
+        raise UsageError(f"steps must be at least 1 and noise a number from 0 up, not {steps} and {noise}")
     env_id = f"pointmaze-{maze}" + ("-diverse" if style == "diverse" else "")
     env, layout, rng = envs.make(env_id), Layout(maze), np.random.default_rng(seed)
     pairs = trips(layout, maze, style)
     parts: list[dict[str, np.ndarray]] = []
-    rows, bar = 0, Progress(f"collect {env_id}", steps) if progress else None
+    rows = reached = 0
+    bar = Progress(f"collect {env_id}", steps) if progress else None
     while rows < steps:
         parts.append(drive(env, layout, *pairs[rng.integers(len(pairs))], noise, rng))
         rows += len(parts[-1]["rewards"])
+        reached += int(parts[-1]["terminated"][-1])
         if bar:
-            bar.update(min(rows, steps), success=float(np.mean([p["terminated"][-1] for p in parts])))
+            bar.update(min(rows, steps), success=reached / len(parts))
     if bar:
         bar.close()
     env.close()
-    recipe = {"command": "data collect", "env": env_id, "steps": steps, "seed": seed, "style": style, "noise": noise}
-    episodes = _join(parts, _meta(env, env_id, layout, recipe, parts))
-    if out is not None:
-        try:
-            save(episodes, out, overwrite=overwrite)
-        except OSError as error:
-            raise DataError(f"{out} could not be written: {error.strerror or error}; nothing was kept") from error
-    return episodes
+    settings = {"env": env_id, "steps": steps, "style": style, "noise": noise}
+    return _join(parts, _meta(env, layout, style, settings, seed, reached, len(parts)))
+
+
+def evaluation_pairs(layout: Layout, style: str) -> list[tuple[Cell, Cell]]:
+    return [(layout.start, layout.goal)] if style == "play" else layout.far_pairs
 
 
 def _parse(env_id: str, style: str | None) -> tuple[str, str]:
@@ -97,7 +110,9 @@ def _parse(env_id: str, style: str | None) -> tuple[str, str]:
 
 def trips(layout: Layout, maze: str, style: str) -> list[tuple[Cell, Cell]]:
     """(start, target) of every trip that may be driven. None starts at the fixed goal: it would be over at once."""
-    ends = STOPS[maze] if style == "play" else layout.cells
+    ends = layout.cells
+    if style == "play":
+        ends = [(row, column) for row, columns in STOPS[maze].items() for column in columns]
     return [
         (start, target)
         for start in ends
@@ -137,45 +152,40 @@ def drive(
 
 
 def _join(parts: list[dict[str, np.ndarray]], meta: dict[str, Any]) -> Episodes:
-    columns = {name: np.concatenate([p[name] for p in parts]) for name in parts[0] if name != "observations"}
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([part[name] for part in parts])
+
     return Episodes(
-        **columns,
-        observations=np.concatenate([p["observations"][:-1] for p in parts]),
-        offsets=np.cumsum([0] + [len(p["rewards"]) for p in parts]),
-        final_observations=np.array([p["observations"][-1] for p in parts]),
+        observations=np.concatenate([part["observations"][:-1] for part in parts]),
+        actions=column("actions"),
+        rewards=column("rewards"),
+        terminated=column("terminated"),
+        truncated=column("truncated"),
+        offsets=np.cumsum([0] + [len(part["rewards"]) for part in parts]),
+        final_observations=np.array([part["observations"][-1] for part in parts]),
         final_known=np.ones(len(parts), bool),
         meta=meta,
     )
 
 
 def _meta(
-    env: Any, env_id: str, layout: Layout, recipe: dict[str, Any], parts: list[dict[str, np.ndarray]]
+    env: Any, layout: Layout, style: str, settings: dict[str, Any], seed: int, reached: int, episodes: int
 ) -> dict[str, Any]:
-    names = ("replaylab", "numpy", "gymnasium", "gymnasium-robotics", "mujoco")
-    planner = {"pull": PULL, "brake": BRAKE, "passed": PASSED, "stopped": STOPPED, "jitter": JITTER, "spread": SPREAD, "radius": RADIUS}
-    reached = int(sum(p["terminated"][-1] for p in parts))
-    recipe |= {
-        "planner": planner,
+    settings |= {"pull": PULL, "brake": BRAKE, "passed": PASSED, "stopped": STOPPED}
+    settings |= {"jitter": JITTER, "spread": SPREAD, "radius": RADIUS}
+    facts = {
         "longest_trip_moves": layout.longest_trip,
-        "evaluation_moves": layout.moves[layout.goal][layout.start] if recipe["style"] == "play" else None,
+        "evaluation_moves": min(layout.moves[goal][start] for start, goal in evaluation_pairs(layout, style)),
         "episodes_that_reach_the_goal": reached,
-        "success_share": round(reached / len(parts), 4),
-        "versions": {name: _version(name) for name in names},
+        "success_share": round(reached / episodes, 4),
     }
     return {
-        "env_id": env_id,
-        "level": recipe["style"],
-        "source": f"replaylab collect, a planner in {env_id}",
+        "env_id": settings["env"],
+        "level": style,
+        "source": f"replaylab collect, a planner in {settings['env']}",
         "licence": "CC0-1.0",
         "action_low": env.action_space.low.tolist(),
         "action_high": env.action_space.high.tolist(),
-        "recipe": recipe,
+        "recipe": recipe(SimpleNamespace(**settings), seed) | facts,
         "notes": [],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return None

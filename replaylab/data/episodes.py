@@ -14,7 +14,20 @@ from typing import Any
 
 import numpy as np
 
+from replaylab.data.ends import (
+    as_actions,
+    as_flags,
+    as_observations,
+    as_rewards,
+    finals,
+    id_changes,
+    limit_reached,
+    more_ends,
+    same_rows,
+)
 from replaylab.errors import DataError
+
+_same_rows = same_rows  # data/inspect.py knows it by this name
 
 MAX_NOTES = 20
 
@@ -192,8 +205,8 @@ class Episodes:
         )
 
     def cut(self, terminated: np.ndarray, truncated: np.ndarray) -> Episodes:
-        """The same rows with these flags, which may add ends but keep the old ones. A new end is followed by its row
-        + 1, which is known."""
+        """The same rows with these flags, which may add ends but keep the old ones. What follows a new end is known:
+        the next row."""
         last = np.flatnonzero(terminated | truncated)
         known = np.ones(len(last), bool)
         known[(self.terminated | self.truncated)[last]] = self.final_known
@@ -211,7 +224,7 @@ class Episodes:
         if max_episode_steps is None and split == "flags":
             return self
         ends, notes = self.terminated | self.truncated, list(self.meta.get("notes", []))
-        more = _more_ends(ends, self.observations, self.actions, max_episode_steps, split, notes) & ~ends
+        more = more_ends(ends, self.observations, self.actions, max_episode_steps, split, notes) & ~ends
         part = self.cut(self.terminated, self.truncated | more)
         return replace(part, meta=self.meta | {"notes": notes[:MAX_NOTES]})
 
@@ -290,31 +303,32 @@ def from_rows(
     notes: list[str] = []
     rewards = as_rewards(rewards)
     rows = len(rewards)
-    observations = _as_observations("observations", observations, rows)
+    observations = as_observations("observations", observations, rows)
     actions = as_actions(actions, rows, notes)
     silent = truncated is None and episode is None and max_episode_steps is None and split == "flags"
     flagless = silent and terminated is None
     terminated, truncated = as_flags("terminated", terminated, rows), as_flags("truncated", truncated, rows)
     ends = terminated | truncated
     if episode is not None:
-        ends |= _id_changes(episode, rows)
+        ends |= id_changes(episode, rows)
     gaps = np.zeros(rows, bool)
     if next_observations is not None:
-        next_observations = _as_observations("next_observations", next_observations, rows)
+        next_observations = as_observations("next_observations", next_observations, rows)
         if next_observations.shape != observations.shape:
             raise DataError(f"next_observations has shape {next_observations.shape}, observations {observations.shape}")
-        gaps[:-1] = ~_same_rows(next_observations[:-1], observations[1:]) & ~ends[:-1]
+        gaps[:-1] = ~same_rows(next_observations[:-1], observations[1:]) & ~ends[:-1]
     marked = ends.copy()
-    ends = _more_ends(ends | gaps, observations, actions, max_episode_steps, split, notes)
+    ends = more_ends(ends | gaps, observations, actions, max_episode_steps, split, notes)
     if max_episode_steps is not None:  # a time limit is not a gap that needs explaining
-        gaps &= ~_limit_reached(marked, max_episode_steps)
+        marked |= limit_reached(marked, max_episode_steps)
+        gaps &= ~marked
     if gaps.any():
         notes.append(
             f"{gaps.sum()} rows are not followed by their next_observation and end an episode there: "
             "boundaries were not marked, or rows are missing"
         )
     last = np.flatnonzero(ends)
-    final, known = _finals(observations, next_observations, last)
+    final, known = finals(observations, next_observations, last)
     if silent and (next_observations is None or not known.all()):
         what = "marks no episode ends" if flagless else "marks no time limits"
         notes.append(
@@ -340,168 +354,3 @@ def from_rows(
         attachments=attachments or {},
         meta=meta,
     )
-
-
-def _more_ends(
-    ends: np.ndarray, observations: np.ndarray, actions: np.ndarray, limit: int | None, split: str, notes: list[str]
-) -> np.ndarray:
-    """The ends known so far, and those that a guess by discontinuity, a step limit and the last row add."""
-    if split == "discontinuity":
-        jumps = _jumps(observations, actions) & ~ends
-        ends = ends | jumps
-        notes.append(f"{jumps.sum()} episode ends were guessed where the observation jumps")
-    elif split != "flags":
-        raise DataError(f"split must be 'flags' or 'discontinuity', not '{split}'")
-    if limit is not None:
-        ends = ends | _limit_reached(ends, limit)
-    ends = ends.copy()
-    ends[-1] = True
-    return ends
-
-
-def _as_observations(name: str, values: np.ndarray, rows: int) -> np.ndarray:
-    values = as_numbers(name, values, rows)
-    values = values[:, None] if values.ndim == 1 else values
-    if values[0].size == 0:
-        raise DataError(f"{name} has no columns: its shape is {values.shape}")
-    return values
-
-
-def as_actions(actions: np.ndarray, rows: int, notes: list[str]) -> np.ndarray:
-    """Integers of shape (rows,) or (rows, 1) are discrete; anything else becomes (rows, dims) of floats."""
-    actions = as_numbers("actions", actions, rows)
-    if actions[0].size == 0:
-        raise DataError(f"actions has no columns: its shape is {actions.shape}")
-    actions = actions.reshape(rows, actions[0].size)
-    if actions.dtype.kind == "f":
-        return actions
-    if actions.shape[1] > 1:
-        notes.append(f"actions are {actions.shape[1]} whole numbers a row and are taken as amounts, not as choices")
-        return actions.astype(np.float32)
-    if actions.min() < 0:
-        raise DataError(
-            f"actions: discrete actions must not be negative, found {actions.min()}; store amounts as floating point"
-        )
-    return actions[:, 0].astype(np.uint8) if actions.dtype.kind == "b" else actions[:, 0]
-
-
-def as_rewards(rewards: np.ndarray) -> np.ndarray:
-    rewards = np.asarray(rewards)
-    if rewards.ndim == 2 and rewards.shape[1] == 1:  # D4RL v1
-        rewards = rewards[:, 0]
-    if rewards.ndim != 1:
-        raise DataError(f"rewards must be one number a row, not {rewards.dtype} of shape {rewards.shape}")
-    if len(rewards) == 0:
-        raise DataError("no rows: an episode needs at least one step")
-    rewards = as_numbers("rewards", rewards, len(rewards))
-    return rewards if rewards.dtype.kind == "f" else rewards.astype(np.float32)
-
-
-def as_numbers(name: str, values: np.ndarray, rows: int) -> np.ndarray:
-    """`values` as an array of `rows` numbers in this machine's byte order, or a DataError."""
-    values = np.asarray(values)
-    if values.ndim == 0 or len(values) != rows:
-        raise DataError(f"{name} has {len(values) if values.ndim else 'no'} rows, rewards has {rows}")
-    if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8:
-        raise DataError(f"{name} must be numbers of at most 64 bits, not {values.dtype}")
-    return values.astype(values.dtype.newbyteorder("="), copy=False)
-
-
-def as_flags(name: str, flags: np.ndarray | None, rows: int) -> np.ndarray:
-    """(rows,) bool of anything that holds one 0 or 1 a row; none at all is all false."""
-    if flags is None:
-        return np.zeros(rows, bool)
-    flags = np.asarray(flags)
-    if flags.size != rows:
-        raise DataError(f"{name} has {flags.size} entries, rewards has {rows}")
-    flags = as_numbers(name, flags.reshape(rows), rows)
-    if not ((flags == 0) | (flags == 1)).all():
-        raise DataError(f"{name} must be 0 or 1 in every row, found {flags[(flags != 0) & (flags != 1)][0]}")
-    return flags.astype(bool)
-
-
-def _id_changes(ids: np.ndarray, rows: int) -> np.ndarray:
-    """(rows,) whether the next row belongs to another episode."""
-    ids = np.asarray(ids).reshape(-1)
-    if len(ids) != rows:
-        raise DataError(f"episode has {len(ids)} entries, rewards has {rows}")
-    if ids.dtype.kind == "f" and np.isnan(ids).any():
-        raise DataError(f"episode holds NaN in row {np.isnan(ids).argmax() + 1}")
-    return np.append(ids[1:] != ids[:-1], True)
-
-
-def _limit_reached(ends: np.ndarray, limit: int) -> np.ndarray:
-    """Rows at which an episode has run `limit` steps since the last known end."""
-    if limit < 1:
-        raise DataError(f"max_episode_steps must be at least 1, not {limit}")
-    index = np.arange(len(ends))
-    starts = np.concatenate([[0], index[:-1][ends[:-1]] + 1])
-    since = index - starts[np.searchsorted(starts, index, side="right") - 1]
-    return (since + 1) % limit == 0
-
-
-def _same_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """(rows,) whether two rows agree, up to float32 rounding. In pieces, so that big logs need no big temporaries."""
-    exact = a.dtype.kind != "f" and b.dtype.kind != "f"
-    same = np.ones(len(a), bool)
-    width = a[:1].size or 1
-    step = 262_144 // width + 1
-    for start in range(0, len(a), step):
-        x, y = (v[start : start + step].reshape(-1, width) for v in (a, b))
-        equal = x == y if exact else np.isclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True)
-        same[start : start + step] = equal.all(1)
-    return same
-
-
-def _jumps(observations: np.ndarray, actions: np.ndarray) -> np.ndarray:
-    """(rows,) rows whose successor a linear model of the dynamics does not expect.
-
-    A fast robot moves further in one step than a reset does, so the step alone says little; but (observation, action)
-    predicts most of it. Errors are measured in each column's 97th percentile, as the root mean square over columns;
-    a row above 2 is a jump, or above the valley between the two kinds of large errors where they lie further apart.
-    Needs episodes of some 40 steps or more: shorter ones make resets part of the usual.
-    """
-    rows, width = len(observations), observations[0].size
-    surprise = np.zeros(rows)
-    if rows < 4:
-        return surprise > 0
-
-    def step(i: np.ndarray) -> list[np.ndarray]:  # what is known before, how the observation moves
-        now, after = (observations[j].reshape(len(j), width).astype(np.float64) for j in (i, i + 1))
-        known = np.column_stack([now, *([actions[i]] if actions.ndim == 2 else []), np.ones(len(i))])
-        return [np.nan_to_num(v, posinf=0, neginf=0).clip(-1e12, 1e12) for v in (known, after - now)]
-
-    piece = min(16384, 4_000_000 // width + 1)  # rows at a time: pixels are wide
-    known, moved = step(np.arange(0, rows - 1, rows // piece + 1))
-    weights = np.zeros((known.shape[1], width))
-    if width <= 256:  # pixels: the step itself has to do
-        weights = np.linalg.lstsq(known, moved, rcond=None)[0]
-    spread = known[:, :width].std(0)
-    usual = np.maximum(np.quantile(np.abs(moved - known @ weights), 0.97, axis=0), 1e-6 * spread)
-    moves = spread > 0
-    for start in range(0, rows - 1, piece):
-        index = np.arange(start, min(start + piece, rows - 1))
-        known, moved = step(index)
-        error = (moved - known @ weights)[:, moves] / usual[moves]
-        surprise[index] = np.sqrt(np.square(error).sum(1) / max(moves.sum(), 1))
-    large, cut = np.log(surprise[surprise > 1.3]), np.log(2)
-    for _ in range(20):  # two means, in the logarithm
-        if large.size and large.min() <= cut < large.max():
-            cut = (large[large <= cut].mean() + large[large > cut].mean()) / 2
-    return surprise > max(np.exp(cut), 2)
-
-
-def _finals(
-    observations: np.ndarray, next_observations: np.ndarray | None, last: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Final observation of each episode, and whether the rows tell it."""
-    if next_observations is None:
-        return observations[last], np.zeros(len(last), bool)
-    # d4rl's qlearning_dataset and its kin write the next episode's first observation here (np.roll: the very first)
-    following = observations[(last + 1) % len(observations)]
-    known = ~_same_rows(next_observations[last], following)
-    if len(observations) == 1:
-        known[:] = True
-    final = next_observations[last].astype(observations.dtype)
-    final[~known] = observations[last[~known]]
-    return final, known

@@ -21,6 +21,8 @@ __all__ = ["FORMATS", "SAMPLES", "load", "parse_columns"]
 def _samples() -> dict[str, Path]:
     """Data shipped with the package, by name; `sample` where there is only one."""
     folder = Path(__file__).parent.parent / "sample"
+    if FORMATS["native"].sniff(folder):
+        return {"sample": folder}
     found = [p for p in sorted(folder.glob("*")) if p.is_dir() or (p.suffix and p.suffix in SUFFIXES)]
     named = {p.stem: p for p in found if not p.name.startswith((".", "_"))}
     return named | ({"sample": next(iter(named.values()))} if len(named) == 1 else {})
@@ -53,18 +55,17 @@ def load(
 
 
 def _load_one(given: str | Path, format: str | None, options: Options) -> Episodes:
-    path = Path(given)
-    if not path.exists():
-        path = SAMPLES.get(str(given), path)
-    name = format
+    path, name = Path(given), format
     try:
+        if not path.exists():
+            path = SAMPLES.get(str(given), path)
         name = name or detect(path)
         episodes = FORMATS[name].read(path, options)
         _check_meta(episodes)
     except MissingExtra:
         raise
     except ReplaylabError as error:
-        raise type(error)(f"{given}: {error}") from error
+        raise type(error)(f"{given}: {one_line(error)}") from error
     except MemoryError as error:
         raise DataError(f"{given}: does not fit into memory; convert it to the native format in parts") from error
     except Exception as error:  # the one place where a library's complaint about a bad file becomes ours
@@ -128,4 +129,4 @@ def _bound(value: Any, key: str, width: int) -> np.ndarray:
 def one_line(error: BaseException) -> str:
     """An error's text without line breaks, control characters or endless detail."""
     text = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
-    return (text or type(error).__name__)[:200]
+    return (text or type(error).__name__)[:400]

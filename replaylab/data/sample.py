@@ -184,3 +184,19 @@ class Windows:
             "timesteps": masked(self.timesteps[rows]),
             "mask": real.float(),
         }
+
+
+class FrameStacks:
+    """The last `stack` single frames up to a row, oldest first. Frames from before the episode's first are blank, as
+    at the start of a game; those of another episode never appear."""
+
+    def __init__(self, store: Store, stack: int = 4):
+        self.store = store
+        self.back = torch.arange(stack - 1, -1, -1, device=store.device)
+        self.first = torch.as_tensor(store.episodes.offsets[:-1], device=store.device)  # (episodes,) first rows
+
+    def __call__(self, rows: Tensor) -> Tensor:  # (...,) -> (..., stack, height, width), dtype as stored
+        first = self.first[self.store.episode_ids[rows]][..., None]
+        wanted = rows[..., None] - self.back
+        frames = self.store.observations(torch.maximum(wanted, first))
+        return frames * (wanted >= first)[..., None, None]

@@ -47,7 +47,7 @@ def save(episodes: Episodes, path: str | Path, *, format: str | None = None, ove
 
 def _swap(part: Path, path: Path, old: Path) -> None:
     """Put `part` in the place of `path`. A folder cannot be replaced in one step, so the old one steps aside first."""
-    if not path.is_dir():
+    if not path.exists() or not (path.is_dir() or part.is_dir()):
         os.replace(part, path)
         return
     os.replace(path, old)

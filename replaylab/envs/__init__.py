@@ -16,7 +16,7 @@ gymnasium: Any = require("gymnasium", "replaylab.envs")
 from replaylab.envs.noise import Noise, NoisyEnv, NoisyVectorEnv  # noqa: E402  these need gymnasium
 from replaylab.envs.vector import PlainVectorEnv, flat_goal  # noqa: E402
 
-__all__ = ["Noise", "NoisyEnv", "NoisyVectorEnv", "PlainVectorEnv", "make", "make_vec"]
+__all__ = ["Noise", "NoisyEnv", "NoisyVectorEnv", "PlainVectorEnv", "canonical", "make", "make_vec"]
 
 # id -> (entry point, its arguments, episode limit)
 OURS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -37,32 +37,34 @@ for _id, (_entry, _kwargs, _limit) in OURS.items():
         gymnasium.register(_id, entry_point=_entry, kwargs=_kwargs, max_episode_steps=_limit)
 
 # what stands before the '/' of an id -> module with `make_vec(env_id, num_envs, **kwargs)`
-FAMILIES = {"d4rl": "replaylab.envs.d4rl"}
+FAMILIES = {"d4rl": "replaylab.envs.d4rl", "atari": "replaylab.envs.atari"}
 
 
 def make(env_id: str, *, noise: Noise | None = None, **kwargs: Any) -> Any:
     """One environment. A goal given beside the observation, as in mazes, is appended to it."""
-    env = flat_goal(_make(_full(env_id), **kwargs))
+    env = flat_goal(_make(canonical(env_id), **kwargs))
     return NoisyEnv(env, noise) if noise else env
 
 
 def make_vec(env_id: str, num_envs: int, *, noise: Noise | None = None, **kwargs: Any) -> Any:
     """Many environments that stand still when done (see vector.py), in the fastest form there is."""
-    env_id = _full(env_id)
+    env_id = canonical(env_id)
     family = FAMILIES.get(env_id.partition("/")[0])
-    if family and env_id in gymnasium.registry:
+    if family and (env_id in gymnasium.registry or env_id.startswith("atari/")):
         env = importlib.import_module(family).make_vec(env_id, num_envs, **kwargs)
     else:
         env = PlainVectorEnv([lambda: _make(env_id, **kwargs)] * num_envs)
     return NoisyVectorEnv(env, noise) if noise else env
 
 
-def _full(env_id: str) -> str:
+def canonical(env_id: str) -> str:
     """'hopper' is short for 'd4rl/hopper'."""
     return f"d4rl/{env_id}" if f"d4rl/{env_id}" in OURS else env_id
 
 
 def _make(env_id: str, **kwargs: Any) -> Any:
+    if env_id.startswith("atari/"):
+        return importlib.import_module(FAMILIES["atari"]).make(env_id, **kwargs)
     try:
         return gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:

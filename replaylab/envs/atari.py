@@ -91,6 +91,7 @@ class AtariVectorEnv(RestingVectorEnv):
         self.engines = [engine(env_id, 1, threads=1, **options) for _ in range(max(num_envs, 1))]
         first = self.engines[0]
         super().__init__(num_envs, first.single_observation_space, first.single_action_space)
+        self.num_actions = int(first.single_action_space.n)
 
     def _reset(self, ids: np.ndarray, seeds: list[int | None], options: dict) -> tuple[np.ndarray, dict[str, Any]]:
         def one(i: int, seed: int | None) -> np.ndarray:
@@ -102,8 +103,8 @@ class AtariVectorEnv(RestingVectorEnv):
             return np.stack(list(pool.map(one, ids, seeds))), {}
 
     def _step(self, ids: np.ndarray, actions: np.ndarray) -> Step:
-        if ((actions < 0) | (actions >= self.single_action_space.n)).any():  # the engine would hang
-            raise ValueError(f"actions must be 0..{self.single_action_space.n - 1}, got {actions}")
+        if ((actions < 0) | (actions >= self.num_actions)).any():  # the engine would hang
+            raise ValueError(f"actions must be 0..{self.num_actions - 1}, got {actions}")
         for i, action in zip(ids, actions, strict=True):
             self.engines[i].send(np.array([action], np.int64))
         results = [self.engines[i].recv()[:4] for i in ids]

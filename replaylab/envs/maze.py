@@ -79,8 +79,8 @@ class Layout:
 
     @property
     def longest_trip(self) -> int:
-        """Moves that a trip in our data makes at most: a third of what `play` asks, so that trips must be joined."""
-        return self.moves[self.goal][self.start] // 3
+        """Moves that a trip in our data makes at most: half of what `play` asks, so that trips must be joined."""
+        return self.moves[self.goal][self.start] // 2
 
     @functools.cached_property
     def far_pairs(self) -> list[tuple[Cell, Cell]]:
@@ -167,7 +167,7 @@ class MazeEnv(MujocoEnv, EzPickle):
         goal = [self.goal] if self.mode == "diverse" else []
         return np.concatenate([self.data.qpos, self.data.qvel, *goal])
 
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
         top = self.kind.top_speed
         if top is not None:
             self.set_state(self.data.qpos, self.data.qvel.clip(-top, top))

@@ -6,9 +6,11 @@ HDF5 can point outside its file (external links, external storage, virtual datas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,9 +29,14 @@ def is_hdf5(path: Path) -> bool:
         return file.read(8) == b"\x89HDF\r\n\x1a\n"
 
 
+@cache
+def _h5py() -> ModuleType:
+    return require("h5py", "HDF5")
+
+
 @contextmanager
 def open_file(path: Path) -> Iterator[Any]:
-    h5py = require("h5py", "reading HDF5")
+    h5py = _h5py()
     if not is_hdf5(path):
         raise DataError(f"{path.name} is not an HDF5 file")
     with h5py.File(path, "r") as file:
@@ -41,7 +48,7 @@ def open_file(path: Path) -> Iterator[Any]:
 
 def child(group: Any, path: str) -> Any:
     """The group or array at a path, None where there is none. Whatever lies outside this file is refused."""
-    h5py = require("h5py", "reading HDF5")
+    h5py = _h5py()
     for name in path.split("/"):
         if not group.id.links.exists(name.encode()):
             return None
@@ -51,7 +58,8 @@ def child(group: Any, path: str) -> Any:
     if isinstance(group, h5py.Dataset):
         if group.shape is None:
             raise DataError(f"{path} is not an array")
-        if group.is_virtual or group.external:
+        stored = group.id.get_create_plist()
+        if stored.get_layout() == h5py.h5d.VIRTUAL or stored.get_external_count():
             raise DataError(f"{path} is stored in another file, which is not read")
     elif not isinstance(group, h5py.Group):
         raise DataError(f"{path} is neither a group nor an array")
@@ -102,14 +110,68 @@ def read_all(path: Path, notes: list[str]) -> tuple[dict[str, np.ndarray], dict[
     return arrays, strings
 
 
-def write_array(group: Any, name: str, array: np.ndarray, compress: bool = True) -> None:
-    """Small pieces at a time, so that memory-mapped columns need not fit into memory."""
-    array = np.asanyarray(array)
-    packed = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compress and array.size > 64 else {}
-    dataset = group.create_dataset(name, array.shape, array.dtype, **packed)
-    if array.ndim == 0:
-        dataset[()] = array
-        return
-    step = max(1, (1 << 24) // max(1, array[:1].nbytes))
-    for start in range(0, len(array), step):
-        dataset[start : start + step] = array[start : start + step]
+# --- writing
+
+
+class _Shield:
+    """The file under an HDF5 file. It swallows a failed write and remembers it.
+
+    HDF5 does not survive one: when the disk is full, closing its file crashes the process. So it never hears of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("w+b", buffering=0)
+        self.error: OSError | None = None
+        self.seek, self.tell, self.read, self.readinto = (
+            getattr(self.file, name) for name in ("seek", "tell", "read", "readinto")
+        )
+
+    def write(self, data: Any) -> int:
+        view, done = memoryview(data).cast("B"), 0
+        try:
+            while done < len(view):
+                done += self.file.write(view[done:])
+        except OSError as error:
+            self.error = self.error or error
+        return len(view)
+
+    def truncate(self, size: int) -> int:
+        try:
+            return self.file.truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+            return size
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+
+class Writer:
+    """An HDF5 file being written; a failed write is raised between arrays, where HDF5 is not in the way."""
+
+    def __init__(self, path: Path) -> None:
+        self.shield = _Shield(path)
+        self.file = _h5py().File(self.shield, "w", track_order=True)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.file.close()
+        self.shield.file.close()
+        self.check()
+
+    def check(self) -> None:
+        if self.shield.error:
+            raise self.shield.error
+
+    def put(self, name: str, array: np.ndarray, compress: bool = True, rows: Callable | None = None) -> None:
+        """Write an array, or what `rows(slice)` gives in its shape, in pieces: it need not fit into memory."""
+        array = np.asanyarray(array)
+        packed = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compress and array.size > 64 else {}
+        dataset = self.file.create_dataset(name, array.shape, array.dtype, **packed)
+        step = max(1, (1 << 24) // max(1, array[:1].nbytes)) if array.ndim else 1
+        for start in range(0, len(array) if array.ndim else 1, step):
+            part = slice(start, start + step) if array.ndim else ()
+            dataset[part] = rows(part) if rows else array[part]
+            self.check()

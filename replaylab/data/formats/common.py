@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from replaylab.data.episodes import Episodes, as_flags, as_numbers, from_rows
+from replaylab.data.ends import as_flags, as_numbers
+from replaylab.data.episodes import Episodes, from_rows
 from replaylab.errors import DataError, UsageError, nearest
 
 # role -> names it goes by in files; the first that a file has is taken, in any mixture of upper and lower case
@@ -27,6 +28,7 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 
 GIB = 1 << 30
+MAX_JSON = 64 << 20
 SCHEMA = 1  # of the index in our own npz, d4rl, minari and native files
 
 
@@ -179,8 +181,8 @@ def read_index(array: np.ndarray) -> dict[str, Any]:
     return check_index(load_json("replaylab index", array.tobytes()))
 
 
-def check_index(index: Any) -> dict[str, Any]:
-    if not isinstance(index, dict) or index.get("schema") != SCHEMA:
+def check_index(index: dict[str, Any]) -> dict[str, Any]:
+    if index.get("schema") != SCHEMA:
         raise DataError(f"replaylab index has no schema this version reads (it reads {SCHEMA})")
     for key in ("extras", "attachments", "meta"):
         if not isinstance(index.get(key), dict):
@@ -215,11 +217,21 @@ def dump_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, default=plain, indent=indent)
 
 
-def load_json(what: str, data: bytes) -> Any:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file of a sane size."""
+    if path.stat().st_size > MAX_JSON:
+        raise DataError(f"{path.name} is larger than {MAX_JSON >> 20} MiB")
+    return load_json(path.name, path.read_bytes())
+
+
+def load_json(what: str, data: bytes | str) -> dict[str, Any]:
     try:
-        return json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{what} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{what} is not a JSON object")
+    return value
 
 
 def env_from_name(stem: str) -> dict[str, str]:

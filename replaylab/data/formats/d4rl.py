@@ -14,9 +14,8 @@ import numpy as np
 
 from replaylab.data.episodes import Episodes
 from replaylab.data.formats import hdf5
-from replaylab.data.formats._h5 import is_hdf5, open_file, write_array
+from replaylab.data.formats._h5 import Writer, is_hdf5, open_file
 from replaylab.data.formats.common import Options, env_from_name, storage_names, write_index
-from replaylab.errors import require
 
 
 def sniff(path: Path) -> bool:
@@ -36,35 +35,27 @@ def read(path: Path, options: Options) -> Episodes:
 
 def write(episodes: Episodes, path: Path) -> None:
     """D4RL's layout for everybody; final observations, names and meta in a group `replaylab` of our own."""
-    h5py = require("h5py", "writing HDF5")
     extras = storage_names(episodes.extras, "replaylab/extras", keep="infos/")
     strings = episodes.meta.get("metadata", {})
     strings = {f"metadata/{k}": str(v).encode() for k, v in strings.items()} if isinstance(strings, dict) else {}
     where = storage_names({**strings, **episodes.attachments}, "replaylab/attachments", keep="metadata/")
     attachments = {name: where[name] for name in episodes.attachments}
-    names = {"terminated": "terminals", "truncated": "timeouts"}
-    with h5py.File(path, "w") as file:
-        for name in ("observations", "actions", "rewards", "terminated", "truncated"):
-            write_array(file, names.get(name, name), getattr(episodes, name))
+    index = write_index(episodes, extras, attachments)
+    with Writer(path) as writer:
+        for name in ("observations", "actions", "rewards"):
+            writer.put(name, getattr(episodes, name))
+        writer.put("terminals", episodes.terminated)
+        writer.put("timeouts", episodes.truncated)
         if episodes.final_known.all():  # else leave them out, as D4RL v0 does, rather than state stand-ins as facts
-            _write_next(file, episodes)
+            numbers = np.arange(len(episodes))
+            following = lambda part: episodes.next_observations(numbers[part])  # noqa: E731
+            writer.put("next_observations", episodes.observations, rows=following)
         for name, at in extras.items():
-            write_array(file, at, episodes.extras[name])
+            writer.put(at, episodes.extras[name])
         for name, at in attachments.items():
-            write_array(file, at, episodes.attachments[name])
+            writer.put(at, episodes.attachments[name])
         for name in strings.keys() - attachments.keys():  # for other readers; ours takes them from meta
-            file[where[name]] = np.bytes_(strings[name])
-        write_array(file, "replaylab/final_observations", episodes.final_observations)
-        write_array(file, "replaylab/final_known", episodes.final_known)
-        write_array(file, hdf5.INDEX, write_index(episodes, extras, attachments))
-
-
-def _write_next(file, episodes: Episodes) -> None:
-    array = episodes.observations
-    dataset = file.create_dataset(
-        "next_observations", array.shape, array.dtype, compression="gzip", compression_opts=1, shuffle=True
-    )
-    step = max(1, (1 << 24) // array[:1].nbytes)
-    for start in range(0, len(array), step):
-        rows = np.arange(start, min(start + step, len(array)))
-        dataset[start : start + step] = episodes.next_observations(rows)
+            writer.put(where[name], np.array(strings[name] or b"-"))
+        writer.put("replaylab/final_observations", episodes.final_observations)
+        writer.put("replaylab/final_known", episodes.final_known)
+        writer.put(hdf5.INDEX, index)

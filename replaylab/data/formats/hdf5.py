@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from replaylab.data.episodes import Episodes, as_flags
+from replaylab.data.ends import as_flags
+from replaylab.data.episodes import Episodes
 from replaylab.data.formats._h5 import is_hdf5, read_all
 from replaylab.data.formats.common import Options, assemble, read_index
 from replaylab.data.formats.npz import take

@@ -15,19 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from replaylab.data.episodes import MAX_NOTES, Episodes, as_actions, as_flags, as_rewards
-from replaylab.data.formats._h5 import child, datasets, open_file, write_array
+from replaylab.data.ends import as_actions, as_flags, as_rewards
+from replaylab.data.episodes import MAX_NOTES, Episodes
+from replaylab.data.formats._h5 import Writer, child, datasets, open_file
 from replaylab.data.formats.common import (
     Options,
     check_size,
     dump_json,
     load_json,
     read_index,
+    read_json,
     storage_names,
     write_index,
 )
 from replaylab.data.formats.npz import INDEX, read_arrays, take, write_arrays
-from replaylab.errors import DataError, require
+from replaylab.errors import DataError
 
 META, MAIN, OURS = "metadata.json", "main_data.hdf5", "replaylab.npz"
 VERSION = "0.5.0"  # of Minari's layout; later versions read it
@@ -38,7 +40,7 @@ MUJOCO = ("hopper", "halfcheetah", "walker2d", "ant")
 
 
 def sniff(path: Path) -> bool:
-    return (_data(path) / MAIN).is_file()
+    return any((_data(path) / name).is_file() for name in (MAIN, META))
 
 
 def _data(path: Path) -> Path:
@@ -51,9 +53,12 @@ def _data(path: Path) -> Path:
 def read(path: Path, options: Options) -> Episodes:
     data, notes = _data(path), []
     about = _read_about(data)
+    if options.columns.keys() - {"observations"}:
+        raise DataError("a Minari dataset names its own columns: only --columns observations=... applies")
     with open_file(data / MAIN) as file:
         names = _names(file, about)
         columns = _layout(_group(file, names[0]), options)
+        _check_space(columns["observations"], _json_in(about, "observation_space"))
         lengths = [_length(_group(file, name)) for name in names]  # groups are not kept open: thousands cost memory
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         sizes = sum(column.row_bytes for column in columns.values())
@@ -101,18 +106,20 @@ class _Column:
         rows, at = slice(start, start + length), 0
         for path, dtype, shape in zip(self.paths, self.dtypes, self.shapes, strict=True):
             node = child(group, path)
-            found = node.shape if node is not None else ()
-            if not found or found[0] - length not in self.entries or found[1:] != shape or node.dtype != dtype:
+            found: tuple[int, ...] = node.shape if node is not None else ()
+            fits = found and found[0] - length in self.entries and found[1:] == shape and node.dtype == dtype
+            if not fits:
                 self.odd = f"{group.name}/{path} " + (f"is {node.dtype} {found}" if found else "is missing")
                 if not self.optional:
                     raise DataError(f"{self.odd} beside {length} rewards")
                 return
-            if len(self.paths) == 1 and node.nbytes > PIECE:  # long episodes go straight to their place
+            alone = len(self.paths) == 1
+            if alone and length * dtype.itemsize * math.prod(shape) > PIECE:  # straight to its place
                 node.read_direct(self.values, np.s_[:length], rows)
                 self.final[episode] = node[length] if found[0] > length else 0
                 return
-            part = ... if len(self.paths) == 1 else np.s_[..., at : at + math.prod(shape)]
-            values = node[()] if len(self.paths) == 1 else node[()].reshape(found[0], -1)
+            part = ... if alone else np.s_[..., at : at + math.prod(shape)]
+            values = node[()] if alone else node[()].reshape(found[0], -1)
             self.values[rows][part] = values[:length]
             if found[0] > length:
                 self.final[episode, ...][part] = values[length]
@@ -140,6 +147,15 @@ def _layout(group: Any, options: Options) -> dict[str, _Column]:
             continue
         columns[name] = _Column(paths, [n.dtype for n in found], [n.shape[1:] for n in found], entries, optional)
     return columns
+
+
+def _check_space(column: _Column, space: Mapping[str, Any]) -> None:
+    """JPEG images are stored as rows of bytes; they must not be taken for observations."""
+    if space.get("type") == "Box" and space.get("shape") != list(column.shapes[0]):
+        raise DataError(
+            f"observations has rows of shape {column.shapes[0]}, {META} says {space.get('shape')!s:.40} "
+            "(JPEG images are not read: write them with Minari's jpeg_encoding=False)"
+        )
 
 
 def _observation_parts(seen: list[str], options: Options) -> list[str]:
@@ -226,9 +242,7 @@ def _with_ours(episodes: Episodes, ours: Mapping[str, np.ndarray]) -> Episodes:
 def _read_about(data: Path) -> dict[str, Any]:
     if not (data / META).is_file():
         raise DataError(f"{META} is missing (datasets of Minari before 0.5 are not read)")
-    about = load_json(META, (data / META).read_bytes())
-    if not isinstance(about, dict):
-        raise DataError(f"{META} is not a JSON object")
+    about = read_json(data / META)
     if about.get("data_format", "hdf5") != "hdf5":
         raise DataError(f"{META}: data_format {about['data_format']!s:.20} is not read, only hdf5")
     return about
@@ -255,17 +269,13 @@ def _meta(about: Mapping[str, Any]) -> dict[str, Any]:
 def _json_in(about: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Minari stores spaces and specs as JSON inside JSON."""
     value = about.get(key, "{}")
-    value = load_json(f"{META}: {key}", value.encode()) if isinstance(value, str) else value
-    if not isinstance(value, dict):
-        raise DataError(f"{META}: {key} is not a JSON object")
-    return value
+    return load_json(f"{META}: {key}", value if isinstance(value, str) else dump_json(value))
 
 
 # --- writing
 
 
 def write(episodes: Episodes, path: Path) -> None:
-    h5py = require("h5py", "writing Minari datasets")
     data = path / "data"
     data.mkdir(parents=True)
     where = storage_names(episodes.extras, "extras", keep="infos/")
@@ -273,19 +283,18 @@ def write(episodes: Episodes, path: Path) -> None:
     beside = {name: at for name, at in where.items() if name not in infos}
     columns = {"actions": episodes.actions, "rewards": episodes.rewards, **infos}
     columns |= {"terminations": episodes.terminated, "truncations": episodes.truncated}
-    with h5py.File(data / MAIN, "w", track_order=True) as file:
+    attachments = storage_names(episodes.attachments, "attachments")
+    index = write_index(episodes, beside, attachments)  # first, as it refuses what JSON cannot store
+    with Writer(data / MAIN) as writer:
         for e in range(episodes.num_episodes):
             rows = slice(episodes.offsets[e], episodes.offsets[e + 1])
-            group = file.create_group(f"episode_{e}")
-            group.attrs.update({"id": e, "total_steps": int(episodes.lengths[e])})
             seen = np.concatenate([episodes.observations[rows], episodes.final_observations[e : e + 1]])
-            write_array(group, "observations", seen, compress=False)
+            writer.put(f"episode_{e}/observations", seen, compress=False)
             for name, column in columns.items():
-                write_array(group, name, column[rows], compress=False)
-    attachments = storage_names(episodes.attachments, "attachments")
+                writer.put(f"episode_{e}/{name}", column[rows], compress=False)
+            writer.file[f"episode_{e}"].attrs.update({"id": e, "total_steps": len(seen) - 1})
     arrays = {at: episodes.extras[name] for name, at in beside.items()}
     arrays |= {at: episodes.attachments[name] for name, at in attachments.items()}
-    index = write_index(episodes, beside, attachments)
     write_arrays(data / OURS, {**arrays, "final_known": episodes.final_known, INDEX: index})
     (data / META).write_text(dump_json(_about(episodes, path.name)))
 
@@ -297,6 +306,8 @@ def _about(episodes: Episodes, name: str) -> dict[str, Any]:
     plain = re.sub(r"[^-\w]", "_", re.sub(r"-v\d+$", "", name))
     about = dict(meta["minari"]) if isinstance(meta.get("minari"), dict) else {}
     about |= {k: meta[k] for k in ("description", "author") if k in meta}
+    if isinstance(about.get("author"), str):
+        about["author"] = [about["author"]]  # Minari makes a set of it
     return about | {
         "dataset_id": ours or f"{plain}-v{(re.findall(r'-v([0-9]+)$', name) or [0])[0]}",
         "total_episodes": episodes.num_episodes,

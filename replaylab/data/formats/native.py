@@ -9,6 +9,7 @@ meta.json    {"schema": 1, "arrays": {name: {file, dtype, shape, bytes, sha256}}
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,13 @@ from replaylab.data.formats.common import (
     SCHEMA,
     Options,
     check_index,
-    check_size,
     dump_json,
-    load_json,
+    read_json,
 )
 from replaylab.data.formats.npz import read_header, take
 from replaylab.errors import DataError
 
 META = "meta.json"
-MAX_META = 64 << 20
 
 
 def sniff(path: Path) -> bool:
@@ -82,9 +81,7 @@ def verify(path: Path) -> None:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
-    if (path / META).stat().st_size > MAX_META:
-        raise DataError(f"{META} is larger than {MAX_META >> 20} MiB")
-    index = check_index(load_json(META, (path / META).read_bytes()))
+    index = check_index(read_json(path / META))
     if not isinstance(index.get("arrays"), dict):
         raise DataError(f"{META} has no 'arrays'")
     return index
@@ -109,11 +106,10 @@ def _read_array(path: Path, name: str, entry: Any) -> np.ndarray:
         raise DataError(
             f"{file.name} holds {dtype.str} {list(shape)}, {META} says {entry.get('dtype')} {entry.get('shape')}"
         )
-    size = int(np.prod(shape, dtype=object)) * dtype.itemsize  # object: Python's integers do not overflow
+    size = math.prod(shape) * dtype.itemsize
     if file.stat().st_size != start + size:
         raise DataError(f"{file.name} has {file.stat().st_size} bytes, its header promises {start + size}")
     if size == 0 or not shape:  # cannot be mapped, or is not worth it
-        check_size(name, size, size)
         return np.load(file, allow_pickle=False)
     return np.load(file, mmap_mode="r", allow_pickle=False)
 

@@ -113,8 +113,8 @@ def read_header(name: str, file: Any) -> tuple[tuple[int, ...], np.dtype]:
         version = np.lib.format.read_magic(file)
         header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, _, dtype = header(file)
-    except (ValueError, KeyError) as error:
-        raise DataError(f"{name} is not a NumPy array: {error}") from error
+    except Exception as error:  # the header is parsed as Python literals, which can fail in a dozen ways
+        raise DataError(f"{name} is not a NumPy array: its header cannot be read") from error
     if len(shape) > 32 or any(type(n) is not int or n < 0 for n in shape):
         raise DataError(f"{name} declares the shape {shape}")
     return shape, dtype

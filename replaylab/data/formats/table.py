@@ -6,7 +6,8 @@ Every cell that is read must hold a number; an empty or unreadable one is an err
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from replaylab.data.episodes import Episodes
-from replaylab.data.formats.common import Options, assemble, check_size, choose
+from replaylab.data.formats.common import Options, assemble, check_size, choose, parse_columns
 from replaylab.errors import DataError, MissingExtra, require
 
+__all__ = ["parse_columns", "read", "sniff"]
+
 PIECE = 20_000  # rows of text held at a time
-TRUTH = {"true": "1", "false": "0", "yes": "1", "no": "0"}
+TRUTH = {"true": True, "false": False, "yes": True, "no": False}
 
 
 def sniff(path: Path) -> bool:
@@ -39,8 +42,7 @@ def read(path: Path, options: Options) -> Episodes:
     columns |= {n: columns[n].astype(np.float64) for n in observed}  # some of them may have been whole numbers
     if len(roles["actions"]) == 1 and columns[roles["actions"][0]].dtype.kind in "iu":
         notes.append("actions are whole numbers and are taken as discrete choices; write amounts as 1.0, not 1")
-    told = Options({r: roles.get(r, []) for r in roles}, options.max_episode_steps, options.split)
-    return assemble(columns, told, {"notes": notes})
+    return assemble(columns, replace(options, columns=roles), {"notes": notes})
 
 
 # --- Parquet
@@ -65,13 +67,13 @@ def _arrow(name: str, column: Any, roles: dict[str, list[str]]) -> np.ndarray:
     if column.null_count:
         raise DataError(f"column '{name}', row {_first(column.is_null())} is empty")
     if types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type):
-        lengths = np.unique([len(value) for value in column])
+        lengths = np.unique(require("pyarrow.compute", "reading tables").list_value_length(column))
         flat = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks])
         if len(lengths) != 1 or len(flat) != lengths[0] * len(column):
             raise DataError(f"column '{name}' holds lists of different lengths")
         return _finite(name, flat.reshape(len(column), lengths[0]))
     if name in roles.get("episode", []):
-        return np.unique(column.to_numpy().astype(str), return_inverse=True)[1]
+        return column.combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
     if types.is_string(column.type) or types.is_large_string(column.type):
         return _finite(name, _numbers(name, column.to_pylist(), 1))
     return _finite(name, column.to_numpy())
@@ -111,34 +113,35 @@ def _csv_plain(
 ) -> dict[str, np.ndarray]:
     """The same without pyarrow, in pieces, so that the text of the whole file is never held."""
     parts: dict[str, list[np.ndarray]] = {name: [] for name in used}
+    ids: dict[str, int] = {}
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file, delimiter=delimiter)
-        next(reader, None)
+        lines = (cells for cells in csv.reader(file, delimiter=delimiter) if cells)
+        next(lines, None)
         row = 1
-        while piece := [cells for cells in islice(reader, PIECE) if cells]:
+        while piece := list(islice(lines, PIECE)):
             for i, cells in enumerate(piece):
                 if len(cells) != len(names):
                     raise DataError(f"row {row + i} has {len(cells)} cells, the header {len(names)}")
+            text = dict(zip(names, zip(*piece, strict=True), strict=True))
             for name in used:
-                cells = [cells[names.index(name)] for cells in piece]
-                ids = name in roles.get("episode", [])
-                parts[name].append(np.array(cells) if ids else _finite(name, _numbers(name, cells, row), row))
+                if name in roles.get("episode", []):
+                    parts[name].append(np.array([ids.setdefault(cell, len(ids)) for cell in text[name]]))
+                else:
+                    parts[name].append(_finite(name, _numbers(name, text[name], row), row))
             row += len(piece)
     if row == 1:
         raise DataError("the table has no rows")
-    joined = {name: np.concatenate(values) for name, values in parts.items()}
-    return {n: np.unique(v, return_inverse=True)[1] if v.dtype.kind == "U" else v for n, v in joined.items()}
+    return {name: np.concatenate(values) for name, values in parts.items()}
 
 
-def _numbers(name: str, cells: list[str], row: int) -> np.ndarray:
-    """Text -> whole numbers where all are, else floats; `row` is the first cell's, counted from 1."""
-    text = np.array([TRUTH.get(c.strip().lower(), c) for c in cells])
-    for dtype in (np.int64, np.float64):
+def _numbers(name: str, cells: Sequence[str], row: int) -> np.ndarray:
+    """Text -> whole numbers where all are, else floats, else truth; `row` is the first cell's, counted from 1."""
+    for convert, dtype in ((int, np.int64), (float, np.float64), (lambda c: TRUTH[c.strip().lower()], bool)):
         try:
-            return text.astype(dtype)
-        except (ValueError, OverflowError):
+            return np.array(list(map(convert, cells)), dtype)
+        except (ValueError, OverflowError, KeyError):
             continue
-    for i, cell in enumerate(text):
+    for i, cell in enumerate(cells):
         try:
             float(cell)
         except ValueError:

@@ -1,0 +1,221 @@
+"""Pickled trajectories and tables."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections import OrderedDict
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from logs import Evil, assert_same, columns, notes, paths, without, write_csv, write_pickle
+
+from replaylab.data import load
+from replaylab.data.formats import table, trajectories
+from replaylab.errors import DataError, MissingExtra
+
+# --- pickles
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_decision_transformer_pickles(tmp_path, protocol):
+    e = load(write_pickle(tmp_path / "hopper-medium-v2.pkl", paths(), protocol))
+    assert e.offsets.tolist() == [0, 3, 6] and e.returns.tolist() == [3, 12] and e.env_id == "d4rl/hopper"
+    assert e.terminated.nonzero()[0].tolist() == [2] and e.truncated.nonzero()[0].tolist() == [5]
+    assert e.final_observations.tolist() == [[103, 103.5], [6, 6.5]] and notes(e) == ""
+    assert e.observations.dtype == np.float32 and np.array_equal(e.observations, columns()["observations"])
+
+
+def test_pickled_trajectories_vary(tmp_path):
+    dones = [OrderedDict({"dones" if k == "terminals" else k: v for k, v in p.items()}) for p in paths()]
+    e = load(write_pickle(tmp_path / "a.pkl", tuple(dones)))
+    assert e.terminated.nonzero()[0].tolist() == [2] and e.truncated.nonzero()[0].tolist() == [5]
+    longer = [without(p, "next_observations") for p in paths()]
+    longer[0]["observations"] = np.concatenate([longer[0]["observations"], [[50, 50]]])
+    longer[1]["observations"] = np.concatenate([longer[1]["observations"], [[60, 60]]])
+    e = load(write_pickle(tmp_path / "b.pkl", longer))
+    assert e.final_observations.tolist() == [[50, 50], [60, 60]] and e.final_known.all()
+    listed = [{k: list(v) for k, v in p.items()} for p in paths()]
+    assert np.array_equal(load(write_pickle(tmp_path / "c.pkl", listed)).observations, columns()["observations"])
+    fortran = [{k: np.asfortranarray(v) for k, v in p.items()} for p in paths()]
+    assert np.array_equal(load(write_pickle(tmp_path / "d.pkl", fortran)).observations, columns()["observations"])
+    uneven = [paths()[0], paths()[1] | {"actions": np.zeros((2, 1))}]
+    with pytest.raises(DataError, match=r"trajectory 1: actions has shape \(2, 1\) beside 3 rewards"):
+        load(write_pickle(tmp_path / "e.pkl", uneven))
+    for empty in ([], {}, 3, [1]):
+        with pytest.raises(DataError):
+            load(write_pickle(tmp_path / "f.pkl", empty))
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_gormpo_pickles(tmp_path, protocol):
+    c = columns() | {"next_observations": columns()["next_observations"][:-1]}
+    e = load(write_pickle(tmp_path / "walker2d_medium_expert_sparse_73.pkl", c, protocol))
+    assert len(e) == 5 and e.offsets.tolist() == [0, 3, 5] and "one next_observation fewer" in notes(e)
+    assert e.env_id == "d4rl/walker2d"
+
+
+def test_malicious_pickles_are_named_and_never_run(tmp_path):
+    marker = tmp_path / "executed"
+    bad = [Evil(marker), {"observations": Evil(marker)}, [paths()[0] | {"x": Evil(marker)}]]
+    bad += [{"observations": np.array([Evil(marker)], dtype=object)}]
+    for i, value in enumerate(bad):
+        for protocol in range(6):
+            with pytest.raises(DataError, match=r"asks for (posix|os|nt)\.?system"):
+                load(write_pickle(tmp_path / f"{i}.pkl", value, protocol))
+    code = f"cos\nsystem\n(S'touch {marker}'\ntR.".encode()
+    for raw, message in [
+        (code, "asks for os.system"),
+        (b"\x80\x04" + code, "asks for os.system"),
+        (b"\x80\x02cbuiltins\neval\n(X\x01\x00\x00\x001tR.", "asks for builtins.eval"),
+        (b"\x80\x02cnumpy\nload\n.", "asks for numpy.load"),
+        (b"\x80\x04(K\x01K\x02\x8c\x02os\x8c\x06system\x93.", "asks for os.system"),
+        (b"\x80\x02(i" + b"os\nsystem\n.", "INST"),
+        (b"\x80\x02K\x01Q.", "BINPERSID"),
+        (b"\x80\x02\x82\x01.", "EXT1"),
+        (b"\x80\x02ccollections\nOrderedDict\n)\x81.", "NEWOBJ"),
+        (b"\x80\x02}(K\x01b.", "cut off|malformed|state"),
+        (b"\x80\x02cnumpy\ndtype\n}b.", "state"),
+        (b"\x80\x02K\x01)R.", "not data"),
+    ]:
+        (tmp_path / "x.pkl").write_bytes(raw)
+        with pytest.raises(DataError, match=message):
+            load(tmp_path / "x.pkl")
+    assert not marker.exists()
+
+
+def test_pickle_bombs(tmp_path):
+    nested = b"\x80\x04)" + b"\x94h\x00h\x00\x86" + b"".join(b"\x94h%ch%c\x86" % (i, i) for i in range(1, 60))
+    for raw in [
+        b"\x80\x04r\xff\xff\xff\xff.",  # a memo of 4 billion entries
+        b"\x80\x04N" + b"r\xff\xff\xff\x7f.",
+        b"\x80\x05\x96" + struct.pack("<Q", 1 << 50),  # a bytearray of a petabyte
+        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x",
+        b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b".",
+        b"\x80\x04\x8b\xff\xff\xff\x7f.",  # a whole number of 2 GB
+        b"\x80\x02L" + b"9" * 50_000 + b"L\n.",
+        b"(" * 1_000_000 + b".",
+        b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+        nested + b"N\x86.",
+        nested + b"\x94}h\x3cNs.",  # as a key, its hash would take 2 ** 60 steps
+    ]:
+        (tmp_path / "x.pkl").write_bytes(raw)
+        with pytest.raises(DataError):
+            load(tmp_path / "x.pkl")
+    big = np.zeros((1 << 16, 10), np.float32)
+    trajectory = {"observations": big, "actions": big, "rewards": big[:, 0].copy()}
+    path = write_pickle(tmp_path / "y.pkl", [trajectory] * 30_000)  # 5 MB that unfold into 165 GB
+    with pytest.raises(DataError, match="of memory"):
+        load(path)
+
+
+def test_the_interpreter_reads_what_pickle_reads():
+    value = {
+        "a": [1, -5, 2**70, 1.5, True, None, "ü", b"x", (1,), (1, 2, 3, 4), ()],
+        "n": np.float32(3),
+        "o": OrderedDict(x=1),
+    }
+    for protocol in range(6):
+        read = trajectories._Interpreter().run(io.BytesIO(pickle.dumps(value, protocol=protocol)))
+        assert read == value
+
+
+# --- tables
+
+
+CSV = """trip,x1,x2,a,r,end,name
+a,0,0.5,-1.0,0.25,False,p
+a,1,1.5,0.5,1,True,q
+b,2,2.5,0.5,2,False,r
+"""
+TOLD = {"observations": ["x1", "x2"], "actions": "a", "rewards": "r", "terminated": "end", "episode": "trip"}
+
+
+@pytest.fixture(params=["pyarrow", "plain"])
+def csv_reader(request, monkeypatch):
+    if request.param == "plain":
+        real = table.require
+
+        def refuse(module, purpose):
+            if module == "pyarrow.csv":
+                raise MissingExtra("no pyarrow")
+            return real(module, purpose)
+
+        monkeypatch.setattr(table, "require", refuse)
+        monkeypatch.setattr(table, "PIECE", 2)
+    return request.param
+
+
+def test_csv_with_a_mapping(tmp_path, csv_reader):
+    for i, text in enumerate((CSV, CSV.replace(",", ";"), CSV.replace(",", "\t"), "\ufeff" + CSV)):
+        e = load(write_csv(tmp_path / f"{i}.csv", text), columns=TOLD)
+        assert e.observations.tolist() == [[0, 0.5], [1, 1.5], [2, 2.5]] and e.actions.tolist() == [[-1], [0.5], [0.5]]
+        assert e.offsets.tolist() == [0, 2, 3] and e.terminated.tolist() == [False, True, False]
+        assert e.truncated.tolist() == [False, False, True] and "columns left out: name" in notes(e)
+
+
+def test_csv_guesses_numbered_columns(tmp_path, csv_reader):
+    head = "obs_1,obs_0,obs_10,Action,reward,done,truncated,episode_id\n"
+    e = load(write_csv(tmp_path / "x.csv", head + "1,0,10,3,1.5,0,0,5\n1,0,10,0,1.5,1,0,5\n"))
+    assert e.observations.tolist() == [[0, 1, 10]] * 2 and e.actions.tolist() == [3, 0] and e.discrete
+    assert e.terminated.tolist() == [False, True] and "discrete choices" in notes(e)
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("", "column 'x2', row 2 is empty"),
+        ("oops", "column 'x2', row 2 holds 'oops'"),
+        ("nan", "column 'x2', row 2 is NaN"),
+    ],
+)
+def test_bad_cells_are_named(tmp_path, csv_reader, cell, message):
+    with pytest.raises(DataError, match=message):
+        load(write_csv(tmp_path / "x.csv", CSV.replace("1.5", cell)), columns=TOLD)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "a,b\n", CSV[:40], CSV + "1,2\n", CSV.replace("x2", "x1"), "\0\0\0", "x\xff"]
+)
+def test_broken_csv(tmp_path, csv_reader, text):
+    (tmp_path / "x.csv").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"x\.csv: "):
+        load(tmp_path / "x.csv", columns=TOLD)
+
+
+def test_both_csv_readers_agree_on_a_million_cells(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = np.column_stack([np.repeat(np.arange(100), 1000), rng.normal(size=(100_000, 9))])
+    head = "episode," + ",".join(f"obs_{i}" for i in range(6)) + ",action_0,action_1,reward"
+    np.savetxt(tmp_path / "x.csv", rows, "%.17g", ",", header=head, comments="")
+    fast = load(tmp_path / "x.csv")
+    assert fast.num_episodes == 100 and np.array_equal(fast.observations, rows[:, 1:7])
+    monkeypatch.setattr(table, "_csv_arrow", lambda arrow, *rest: table._csv_plain(*rest))
+    assert_same(fast, load(tmp_path / "x.csv"))
+
+
+def test_parquet(tmp_path):
+    data = {"trip": ["a", "a", "b"], "x1": [0, 1, 2], "x2": [0.5, 1.5, 2.5], "a": [-1.0, 0.5, 0.5], "r": [0.25, 1, 2]}
+    data |= {"end": [False, True, False]}
+    pyarrow.parquet.write_table(pa.table(data), tmp_path / "x.parquet")
+    e = load(tmp_path / "x.parquet", columns=TOLD)
+    assert e.observations.tolist() == [[0, 0.5], [1, 1.5], [2, 2.5]] and e.offsets.tolist() == [0, 2, 3]
+    assert e.terminated.tolist() == [False, True, False] and e.truncated.tolist() == [False, False, True]
+    data["x2"][1] = None
+    pyarrow.parquet.write_table(pa.table(data), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="column 'x2', row 2 is empty"):
+        load(tmp_path / "x.parquet", columns=TOLD)
+
+
+def test_parquet_with_lists(tmp_path):
+    data = {"observations": [[0.0, 1], [2, 3]], "actions": [[0.5], [0.25]], "rewards": [1.0, 2], "done": [False, True]}
+    pyarrow.parquet.write_table(pa.table(data), tmp_path / "x.parquet")
+    e = load(tmp_path / "x.parquet")
+    assert e.observations.tolist() == [[0, 1], [2, 3]] and e.actions.tolist() == [[0.5], [0.25]]
+    data["observations"][1] = [2.0]
+    pyarrow.parquet.write_table(pa.table(data), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="lists of different lengths"):
+        load(tmp_path / "x.parquet")
