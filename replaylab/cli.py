@@ -294,7 +294,7 @@ def _report(args: argparse.Namespace) -> None:
 def _bench(args: argparse.Namespace) -> None:
     from replaylab.bench import bench
 
-    bench(args.cases, device=args.device, json_path=getattr(args, "json", None))
+    bench(getattr(args, "cases", []), device=args.device, json_path=getattr(args, "json", None))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -321,16 +321,39 @@ QUICK: dict[str, Any] = {
 
 
 def test_collected_logs_hold_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    real = DQN.give
-    monkeypatch.setattr(
-        DQN, "give", lambda self, frames, *rest: (given.append(frames.copy()), real(self, frames, *rest))
-    )
+    """Frames, actions and rewards, against copies made when they happened."""
+    happened = []
+
+    class Watched:  # the engine that the collector steps, with a witness
+        def __init__(self, engine: Any):
+            self.engine, self.single_action_space = engine, engine.single_action_space
+
+        def reset(self, **options: Any) -> Any:
+            self.seen = self.engine.reset(**options)[0].copy()
+            return self.seen.copy(), {}
+
+        def send(self, actions: np.ndarray) -> None:
+            self.actions = actions.copy()
+            self.engine.send(actions)
+
+        def recv(self) -> Any:
+            result = self.engine.recv()
+            for frame, action, reward in zip(self.seen, self.actions, result[1], strict=True):
+                happened.append((frame.tobytes(), int(action), float(np.clip(reward, -1, 1))))
+            self.seen = result[0].copy()
+            return result
+
+        def close(self, **kwargs: Any) -> None:
+            pass
+
+    real = atari.engine
+    monkeypatch.setattr(atari, "engine", lambda *args, **options: Watched(real(*args, **options)))
     out = collect_atari("breakout", 240, tmp_path / "Breakout", **QUICK)
     episodes = dqn_replay.read(out)
     assert len(episodes) == 240 and episodes.env_id == "atari/breakout" and episodes.num_actions == 4
-    shown = sorted(frame.tobytes() for frames in given for frame in frames)
-    assert shown == sorted(frame.tobytes() for frame in np.asarray(episodes.observations))
+    columns = (episodes.observations, episodes.actions, episodes.rewards)
+    logged = [(frame.tobytes(), int(action), float(reward)) for frame, action, reward in zip(*columns, strict=True)]
+    assert sorted(logged) == sorted(happened)
     assert episodes.truncated.sum() >= 6  # two games, cut at the end of three chapters
     recipe = json.loads((out / "recipe.json").read_text())
     assert recipe["seed"] == 0 and recipe["settings"]["batch_size"] == 4 and recipe["curve"][-1]["step"] == 240
@@ -406,4 +429,9 @@ def test_bad_requests(tmp_path: Path) -> None:
         collect_atari("pong", 100, tmp_path / "x", **QUICK, batch_sise=3)
     with pytest.raises(UsageError, match="at least the number"):
         collect_atari("pong", 1, tmp_path / "x", **QUICK)
+    with pytest.raises(UsageError, match="at least 1"):
+        collect_atari("pong", 100, tmp_path / "x", **QUICK | {"files": 0})
     assert not list(tmp_path.iterdir())
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match="not replaced"):
+        collect_atari("pong", 100, tmp_path, overwrite=True, **QUICK)

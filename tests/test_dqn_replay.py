@@ -351,7 +351,7 @@ def test_shipped_log(tmp_path: Path) -> None:
     assert len(episodes) == 4000 and episodes.num_episodes == 22 and episodes.env_id == "atari/breakout"
     assert episodes.terminated.sum() == 18 and episodes.truncated.sum() == 4  # four games were running at the end
     assert set(episodes.rewards.tolist()) == {0.0, 1.0} and episodes.num_actions == 4
-    assert episodes.actions.max() == 3
+    assert (np.bincount(episodes.actions) > 900).all()  # random play
     assert episodes.observations[episodes.offsets[:-1]].any((1, 2)).all()  # no padding among the first frames
     assert json.loads((TINY / "recipe.json").read_text())["seed"] == 0
     assert sum(f.stat().st_size for f in TINY.rglob("*") if f.is_file() and ".replaylab" not in f.parts) < 2 << 20

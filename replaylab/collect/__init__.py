@@ -52,6 +52,8 @@ def collect(
         from replaylab.collect.maze import collect_maze
 
         return collect_maze(env, steps or 300_000, out, seed=seed, overwrite=overwrite, **settings)
+    if env.startswith("antmaze"):
+        raise UsageError(f"{env}: no ant that reaches goals ships with replaylab, so there is no AntMaze data to collect")
     level = level or "medium"
     if level != "all" and level not in LEVELS:
         raise UsageError(f"unknown level '{level}'{nearest(level, ['all', *LEVELS])}")

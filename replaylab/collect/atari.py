@@ -33,6 +33,7 @@ from replaylab.algos.dqn import DQN
 from replaylab.algos.dqn import Config as DQNConfig
 from replaylab.collect import recipe
 from replaylab.config import add_arguments, knob, resolve
+from replaylab.data.formats import dqn_replay
 from replaylab.data.formats.dqn_replay import Log
 from replaylab.envs import atari
 from replaylab.errors import ReplaylabError, UsageError
@@ -71,7 +72,9 @@ def collect_atari(
     """Train DQN on `game` for `steps` steps and log them all to `out/1/replay_logs`, with a recipe.json in `out`."""
     env_id = f"atari/{atari.game_name(game)}"
     (config,) = resolve([Config], [("settings", settings)])
-    if steps < config.environments or config.chapter < config.environments or config.environments < 1:
+    if min(config.environments, config.files, config.points) < 1:
+        raise UsageError("environments, files and points must be at least 1")
+    if min(steps, config.chapter) < config.environments:
         raise UsageError("steps and chapter must be at least the number of environments")
     out = Path(out)
     training = out.with_name(out.name + ".training")
@@ -79,6 +82,8 @@ def collect_atari(
     if overwrite or not _unfinished(out, training, asked):
         if out.exists() and not overwrite:
             raise UsageError(f"{out} exists: pass --overwrite or another --out")
+        if out.exists() and not dqn_replay.sniff(out) and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"{out} holds something other than DQN-replay logs and is not replaced")
         for folder in (out, training):
             shutil.rmtree(folder, ignore_errors=True)
     run = Collector(env_id, steps, config, seed, pick_device(device), out, training, progress)
@@ -165,7 +170,7 @@ class Collector:
         for step in range(first, last):
             agent.give(frames, rewards, over, cut)
             agent.observe()
-            actions = agent.chosen.cpu().numpy()  # waits for the device
+            actions = agent.chosen.cpu().numpy().copy()  # waits for the device; a copy, since it is kept
             self.env.send(actions)
             if step * self.games >= config.warm_up and step > config.n_step:
                 owed += config.replay_ratio * self.games / config.batch_size
@@ -193,7 +198,11 @@ class Collector:
             "return": score,
         }
         self.curve.append({**numbers, **means})
-        played = f"return {score:.1f} over the last {len(self.returns)} of {self.episodes} episodes, " if score else ""
+        played = (
+            f"return {score:.1f} over the last {len(self.returns)} of {self.episodes} episodes, "
+            if self.returns
+            else ""
+        )
         rest = f"loss {means['loss']:.4f}, value {means['value']:.2f}, {duration(self.seconds)}"
         self.bar.say(f"step {step}: {played}{rest}")
 

@@ -1,0 +1,127 @@
+"""The command line as a user types it, in this process and out of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import make_episodes
+
+from replaylab.cli import main
+from replaylab.data.write import save
+
+
+@pytest.fixture
+def log(tmp_path):
+    save(make_episodes(lengths=(40, 30, 50)), tmp_path / "log.npz")
+    return str(tmp_path / "log.npz")
+
+
+def run(capsys, *words):
+    code = main(list(words))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_info_as_json(log, capsys):
+    code, out, _ = run(capsys, "data", "info", log, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["steps"], found["episodes"], found["terminated"], found["truncated"]) == (120, 3, 2, 1)
+    assert {"mean", "std", "min", "max"} <= found["return"].keys() and isinstance(found["warnings"], list)
+
+
+def test_info_plot_convert(log, tmp_path, capsys):
+    assert run(capsys, "data", "info", log)[0] == 0
+    assert run(capsys, "data", "plot", log, "--out", str(tmp_path / "p.html"))[0] == 0
+    assert "<svg" in (tmp_path / "p.html").read_text()
+    for target in ("a.hdf5", "b-v0", "c"):
+        words = ["--to", "minari"] if target == "b-v0" else []
+        code, out, err = run(capsys, "data", "convert", log, str(tmp_path / target), *words)
+        assert code == 0 and "120 steps, 3 episodes" in out, err
+        assert json.loads(run(capsys, "data", "info", str(tmp_path / target), "--json")[1])["steps"] == 120
+
+
+def test_train_eval_report(log, tmp_path, capsys):
+    out = str(tmp_path / "run")
+    code, text, err = run(capsys, "train", "bc", "--data", log, "--preset", "debug", "--seeds", "3", "4", "--out", out)
+    assert code == 0 and "run folder" in text, err
+    assert run(capsys, "report", out, "--out", str(tmp_path / "r.html"))[0] == 0
+    rows = json.loads(run(capsys, "report", out, "--json")[1])
+    assert rows[0]["system"] == "bc"
+    code, _, err = run(capsys, "eval", out)
+    assert code == 2 and "name one with --env" in err
+    code, _, err = run(capsys, "eval", out, "--env", "d4rl/hopper")
+    assert code == 2 and "shows (11,), the data has observations of (4,)" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "bc", "--data", "x", "--batch-sise", "3"], "unknown option --batch-sise; did you mean '--batch-size'?"),
+        (["train", "bcc", "--data", "x"], "bcc"),
+        (["train", "bc"], "--data"),
+        (["data", "inf", "x"], "inf"),
+        (["train", "bc", "--data", "sample", "--preset", "debgu"], "did you mean 'debug'"),
+        (["train", "bc", "--data", "sample", "--env", "d4rl/hoper", "--preset", "debug"], "d4rl/hopper"),
+        (["data", "collect", "hopper", "--level", "medum", "--out", "/nowhere/x"], "did you mean 'medium'"),
+        (["data", "collect", "hoppper", "--out", "/nowhere/x"], "hopper"),
+        (["bench", "bc-updat"], "did you mean 'bc-update'"),
+        (["report", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *words)
+    assert code == 2 and out == ""
+    assert message in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_bad_file_is_one_line_and_code_1(tmp_path, capsys):
+    (tmp_path / "x.npz").write_bytes(b"PK\x03\x04 not really")
+    code, out, err = run(capsys, "data", "info", str(tmp_path / "x.npz"))
+    assert code == 1 and out == "" and len(err.strip().splitlines()) == 1 and "x.npz" in err
+
+
+def test_a_missing_extra_names_the_install(tmp_path, capsys, log):
+    code, _, err = run(
+        capsys, "train", "bc", "--data", log, "--preset", "debug", "--track", "wandb", "--out", str(tmp_path / "r")
+    )
+    assert code == 1 and "pip install 'replaylab[track]'" in err
+
+
+def test_yaml_under_the_command_line(log, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("# mine\nlr: 0.01\nsteps: 20\n")
+    words = ["train", "bc", "--data", log, "--config", str(tmp_path / "c.yaml"), "--steps", "30", "--out", str(tmp_path / "r")]
+    assert run(capsys, *words)[0] == 0
+    text = (tmp_path / "r" / "config.yaml").read_text()
+    assert "lr: 0.01" in text and "steps: 30" in text
+    (tmp_path / "c.yaml").write_text("learning: 1\n")
+    code, _, err = run(capsys, *words, "--overwrite")
+    assert code == 2 and "unknown key 'learning'" in err
+
+
+def test_help_names_every_default():
+    done = subprocess.run([sys.executable, "-m", "replaylab", "train", "bc", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "(default: 256 256)" in done.stdout and "--top-fraction" in done.stdout
+
+
+def test_a_damaged_file_leaves_nothing(tmp_path, capsys, log):
+    (tmp_path / "cut.npz").write_bytes(open(log, "rb").read()[:-200])
+    before = sorted(p.name for p in tmp_path.iterdir())
+    assert run(capsys, "data", "convert", str(tmp_path / "cut.npz"), str(tmp_path / "out.hdf5"))[0] == 1
+    assert run(capsys, "train", "bc", "--data", str(tmp_path / "cut.npz"), "--out", str(tmp_path / "r"))[0] == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_nan_in_the_data_stops_training_in_one_line(tmp_path, capsys):
+    log = make_episodes()
+    log.observations[2, 1] = np.nan
+    save(log, tmp_path / "nan.npz")
+    code, out, _ = run(capsys, "data", "info", str(tmp_path / "nan.npz"), "--json")
+    assert code == 0 and any("NaN" in w for w in json.loads(out)["warnings"])
+    code, _, err = run(capsys, "train", "bc", "--data", str(tmp_path / "nan.npz"), "--out", str(tmp_path / "r"))
+    assert code == 1 and "observations holds NaN" in err

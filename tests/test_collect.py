@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from replaylab.algos import Spaces
+from replaylab.algos.sac import SAC, Config
+from replaylab.collect import collect, rounded, save_what_fits
+from replaylab.collect.levels import choose
+from replaylab.collect.online import Online, Replay
+from replaylab.collect.online import Config as OnlineConfig
+from replaylab.data.read import load
+from replaylab.errors import DataError, UsageError
+
+SPACES = Spaces([3], "float32", 2, False, [-2.0, -1.0], [2.0, 1.0])
+
+
+def batch(seeds=2, size=16):
+    torch.manual_seed(0)
+    return {
+        "observations": torch.randn(seeds, size, 3),
+        "actions": torch.rand(seeds, size, 2) * 2 - 1,
+        "rewards": torch.randn(seeds, size),
+        "terminated": (torch.rand(seeds, size) < 0.2).float(),
+        "next_observations": torch.randn(seeds, size, 3),
+    }
+
+
+def test_log_probability_is_that_of_the_squashed_gaussian():
+    sac = SAC(Config(hidden=[8]), SPACES, [0, 1], torch.device("cpu"))
+    observations = torch.randn(2, 5, 3)
+    torch.manual_seed(1)
+    actions, log_prob = sac.sample(observations)
+    mean, log_std = sac.distribution(observations)
+    raw = torch.atanh(actions / sac.scale)
+    expected = torch.distributions.Normal(mean, log_std.exp()).log_prob(raw)
+    expected = (expected - torch.log(sac.scale * (1 - torch.tanh(raw) ** 2))).sum(-1)
+    torch.testing.assert_close(log_prob, expected, rtol=1e-3, atol=1e-4)
+    assert (actions.abs() <= sac.scale).all()
+
+
+def test_one_update_is_the_textbook_gradient_step():
+    """One seed by hand: separate losses, separate backward passes, same parameters before and after."""
+    ours, theirs = (SAC(Config(hidden=[8]), SPACES, [5], torch.device("cpu")) for _ in range(2))
+    data = batch(seeds=1)
+    torch.manual_seed(9)
+    metrics = ours.update(data)
+    torch.manual_seed(9)
+    both = torch.cat([data["observations"], data["next_observations"]], 1)
+    actions, log_prob = theirs.sample(both)
+    alpha = theirs.log_alpha.exp().detach()
+    with torch.no_grad():
+        following = theirs.values(theirs.targets, data["next_observations"], actions[:, 16:]).min(1).values
+        goal = data["rewards"] + 0.99 * (1 - data["terminated"]) * (following - alpha * log_prob[:, 16:])
+    q1, q2 = theirs.values(theirs.critics, data["observations"], data["actions"])[0]
+    critic_loss = ((q1 - goal[0]) ** 2).mean() + ((q2 - goal[0]) ** 2).mean()
+    critic_gradients = torch.autograd.grad(critic_loss, list(theirs.critics.parameters()))
+    value = theirs.values(theirs.critics, data["observations"], actions[:, :16]).min(1).values
+    actor_loss = (alpha * log_prob[:, :16] - value).mean()
+    actor_gradients = torch.autograd.grad(actor_loss, list(theirs.actor.parameters()))
+    assert metrics["critic_loss"].item() == pytest.approx(critic_loss.item(), rel=1e-4)
+    assert metrics["actor_loss"].item() == pytest.approx(actor_loss.item(), rel=1e-4)
+    for parameter, gradient in zip(ours.critics.parameters(), critic_gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+    for parameter, gradient in zip(ours.actor.parameters(), actor_gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+    slope = -(log_prob[:, :16].mean() - 2.0)  # target entropy is minus two
+    assert ours.log_alpha.grad.item() == pytest.approx(slope.item(), rel=1e-3)
+    for target, old, new in zip(
+        ours.targets.parameters(), theirs.targets.parameters(), ours.critics.parameters(), strict=True
+    ):
+        torch.testing.assert_close(target, 0.995 * old + 0.005 * new, rtol=1e-4, atol=1e-7)
+
+
+def test_replay_draws_what_was_put_in():
+    replay = Replay(2, 100, 3, 2, torch.device("cpu"))
+    rows = torch.arange(2 * 10 * 10, dtype=torch.float32).view(2, 10, 10)
+    replay.add(rows)
+    drawn = replay.sample(2000)
+    assert set(drawn["rewards"][0].int().tolist()) == {10 * i + 5 for i in range(10)}
+    assert set(drawn["next_observations"][1, :, 0].int().tolist()) == {100 + 10 * i + 7 for i in range(10)}
+
+
+TINY = {"train_steps": 600, "environments": 2, "warm_up": 200, "chapter": 200, "eval_episodes": 1, "hidden": [16]}
+
+
+def test_levels_hold_what_they_say(tmp_path, capsys):
+    out = collect("Pendulum-v1", tmp_path / "p", level="full-replay", device="cpu", **TINY)
+    log = load(out)
+    assert len(log) == 600 and log.env_id == "Pendulum-v1" and log.truncated.sum() == 6 and log.terminated.sum() == 0
+    recipe = log.meta["recipe"]
+    assert recipe["seed"] == 0 and recipe["settings"]["train_steps"] == 600 and len(recipe["curve"]) == 3
+    assert not (tmp_path / "p.training").exists()
+    uniform = log.extras["infos/action_log_probs"][log.offsets[0] : log.offsets[0] + 100]
+    np.testing.assert_allclose(uniform, -math.log(4.0), rtol=1e-5)  # random actions in [-2, 2]
+    collect("Pendulum-v1", tmp_path / "r", level="random", steps=600, device="cpu", **TINY)
+    random = load(tmp_path / "r")
+    assert len(random) == 600 and random.attachments["metadata/policy/fc0/weight"].shape == (16, 3)
+    assert random.attachments["metadata/policy/last_fc_log_std/bias"].shape == (1,)
+
+
+def test_the_policy_in_the_file_gives_the_logged_probabilities(tmp_path, capsys):
+    """The weights under D4RL's names and the log-probabilities belong together."""
+    collect("Pendulum-v1", tmp_path / "r", level="random", steps=200, device="cpu", **TINY)
+    log = load(tmp_path / "r")
+    w = {k.removeprefix("metadata/policy/"): v for k, v in log.attachments.items()}
+    hidden = np.maximum(log.observations @ w["fc0/weight"].T + w["fc0/bias"], 0)
+    mean = hidden @ w["last_fc/weight"].T + w["last_fc/bias"]
+    log_std = np.clip(hidden @ w["last_fc_log_std/weight"].T + w["last_fc_log_std/bias"], -5, 2)
+    raw = np.arctanh(np.clip(log.actions / 2, -0.999999, 0.999999))
+    density = -0.5 * ((raw - mean) / np.exp(log_std)) ** 2 - log_std - 0.5 * np.log(2 * np.pi)
+    density -= np.log(2 * (1 - np.tanh(raw) ** 2))
+    typical = np.abs(raw[:, 0]) < 3
+    np.testing.assert_allclose(density[typical, 0], log.extras["infos/action_log_probs"][typical], atol=1e-3)
+
+
+def test_a_resumed_collection_is_the_uninterrupted_one(tmp_path, monkeypatch, capsys):
+    config = OnlineConfig(**TINY)
+    whole = Online("Pendulum-v1", config, 3, torch.device("cpu"), tmp_path / "whole")
+    whole.train()
+    first = Online("Pendulum-v1", config, 3, torch.device("cpu"), tmp_path / "cut")
+    monkeypatch.setattr(Online, "_reached", lambda self: len(self.curve) == 2)  # as if killed after two chapters
+    first.train()
+    monkeypatch.undo()
+    second = Online("Pendulum-v1", config, 3, torch.device("cpu"), tmp_path / "cut")
+    second.train()
+    assert [c["returns"] for c in whole.curve] == [c["returns"] for c in second.curve]
+    for name, value in whole.sac.state_dict().items():
+        assert torch.equal(value, second.sac.state_dict()[name]), name
+    assert torch.equal(whole.replay.table, second.replay.table)
+
+
+def test_medium_is_a_third_of_the_way(tmp_path):
+    online = Online("d4rl/hopper", OnlineConfig(**TINY | {"candidates": 2}), 0, torch.device("cpu"), tmp_path / "x")
+    online.curve = [{"step": i, "returns": [10.0 * i, value]} for i, value in enumerate([20, 900, 1100, 3000, 3300])]
+    assert choose(online) == (1, 2, 4)  # (3234.3 + 20.3) / 3 - 20.3 = 1064.6
+    online.curve = online.curve[:2]
+    with pytest.raises(DataError, match="train longer"):
+        choose(online)
+
+
+def test_existing_output_is_kept(tmp_path):
+    (tmp_path / "x").mkdir()
+    with pytest.raises(UsageError, match="--overwrite"):
+        collect("Pendulum-v1", tmp_path / "x", level="random", device="cpu", **TINY)
+
+
+def test_a_full_disk_keeps_whole_episodes(tmp_path, monkeypatch, episodes):
+    from replaylab import collect as module
+    from replaylab.data.write import save
+
+    def tight(part, path, **options):
+        if part.num_episodes > 1:
+            raise DataError("No space left on device")
+        return save(part, path, **options)
+
+    monkeypatch.setattr(module, "save", tight)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda p: type("u", (), {"free": 0})())
+    with pytest.raises(DataError, match="kept the first 1 of 3 episodes"):
+        save_what_fits(episodes, tmp_path / "x", overwrite=False)
+    assert load(tmp_path / "x").num_episodes == 1
+
+
+def test_rounding_is_small_and_compresses(episodes):
+    short = rounded(episodes)
+    np.testing.assert_allclose(short.observations, episodes.observations, rtol=2**-14)
+    assert (short.observations.view(np.uint32) & 0x1FF == 0).all() and json.dumps(short.meta)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+import replaylab
+from replaylab import evaluate
+from replaylab.evaluate import rollout
+from replaylab.run import RunFolder
+
+
+class Countdown(gymnasium.Env):
+    """Ends after as many steps as its first observation says; the reward is 1 a step, so return = length = start."""
+
+    observation_space = gymnasium.spaces.Box(-100, 100, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(1, 40))
+        self.start = self.left
+        return np.array([self.left, self.start], np.float32), {}
+
+    def step(self, action):
+        self.left -= 1
+        return np.array([self.left, self.start], np.float32), 1.0, self.left == 0, False, {}
+
+
+if "Countdown-v0" not in gymnasium.registry:
+    gymnasium.register("Countdown-v0", entry_point=Countdown)
+
+
+def act(observations, state):
+    return torch.zeros(*observations.shape[:2], 1), state
+
+
+def test_every_episode_is_counted_once_however_long():
+    expected = []
+    for i in range(30):
+        env = gymnasium.make("Countdown-v0")
+        expected.append(env.reset(seed=1000 + i)[0][1])
+    returns, lengths = rollout(act, 2, "Countdown-v0", 30)
+    np.testing.assert_array_equal(returns, [expected, expected])
+    np.testing.assert_array_equal(lengths, returns)
+
+
+def test_waves_do_not_change_the_result(monkeypatch):
+    whole = rollout(act, 2, "Countdown-v0", 30)[0]
+    monkeypatch.setattr(evaluate_module(), "MAX_ENVS", 14)
+    np.testing.assert_array_equal(whole, rollout(act, 2, "Countdown-v0", 30)[0])
+
+
+def evaluate_module():
+    import sys
+
+    return sys.modules["replaylab.evaluate"]
+
+
+def test_members_get_their_own_observations():
+    def follow(observations, state):
+        assert observations.shape[:2] == (3, 4)
+        assert torch.equal(observations[0, :, 1], observations[1, :, 1])  # paired seeds
+        return torch.zeros(3, 4, 1), state
+
+    assert rollout(follow, 3, "Countdown-v0", 4)[0].shape == (3, 4)
+
+
+def test_side_by_side_equals_one_after_another():
+    """Ten hopper episodes in one batch are the same ten episodes played alone."""
+
+    def policy(observations, state):
+        return 0.3 * torch.sin(30 * observations[..., 5:8]), state
+
+    together, lengths = rollout(policy, 1, "d4rl/hopper", 10)
+    alone = [rollout(policy, 1, "d4rl/hopper", 1, seed=1000 + i)[0][0, 0] for i in range(10)]
+    np.testing.assert_allclose(together[0], alone, rtol=1e-6)
+    assert lengths.min() < lengths.max()
+
+
+def test_evaluating_a_run(tmp_path):
+    rng = np.random.default_rng(0)
+    log = replaylab.from_rows(
+        rng.standard_normal((200, 2)), rng.uniform(-1, 1, (200, 1)), np.ones(200), np.arange(200) % 20 == 19
+    )
+    run = replaylab.train("bc", log, out=tmp_path / "r", preset="debug", env="Countdown-v0", seeds=[0, 7], device="cpu")
+    first = RunFolder(run).lines("eval.jsonl")
+    assert {line["seed"] for line in first} == {0, 7} and first[-1]["step"] == 500
+    assert len(first[-1]["returns"]) == 4 and first[-1]["normalized"] is None
+    records = replaylab.evaluate(run, episodes=5, device="cpu")
+    assert records[0]["returns"] == records[1]["returns"] and len(records[0]["returns"]) == 5
+    found = evaluate_module().summary(records)
+    assert found["mean"] == pytest.approx(np.mean(records[0]["returns"])) and found["score"] == "return"
+
+
+def test_evaluation_leaves_the_random_numbers_of_training_alone(tmp_path):
+    class Sampler:
+        def act(self, observations, state):
+            return torch.randn(*observations.shape[:2], 1), state
+
+    from replaylab.algos import Spaces
+
+    spaces = Spaces([2], "float32", 1, False, [-1.0], [1.0])
+    torch.manual_seed(3)
+    a = torch.randn(4)
+    torch.manual_seed(3)
+    evaluate_module().evaluate_agent(Sampler(), spaces, [0], "Countdown-v0", 3)
+    assert torch.equal(a, torch.randn(4))
+    assert callable(evaluate)
