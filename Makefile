@@ -16,8 +16,10 @@ install: .venv/.installed
 
 quickstart: install
 	$(BIN)/replaylab data info sample
-	$(BIN)/replaylab train bc --data sample --top-fraction 0.3 --steps 5000 --seeds 0 1 2 --out runs/quickstart --overwrite
-	@echo "open runs/quickstart/report.html in a browser"
+	$(BIN)/replaylab train bc --data sample --steps 3000 --seeds 0 1 2 --final-episodes 50 --out runs/quickstart/all --overwrite
+	$(BIN)/replaylab train bc --data sample --steps 3000 --seeds 0 1 2 --final-episodes 50 --top-fraction 0.3 --out runs/quickstart/best --overwrite
+	$(BIN)/replaylab report runs/quickstart/all runs/quickstart/best --out runs/quickstart/report.html
+	@echo "Done. Open runs/quickstart/report.html in a browser."
 
 test: install lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2

@@ -1,9 +1,9 @@
 """replaylab: learn decisions from logged data.
 
-    episodes = replaylab.load("my-logs.npz")
-    run = replaylab.train("bc", episodes, env="d4rl/hopper", seeds=[0, 1, 2])
-    replaylab.evaluate(run, episodes=100)
-    actions = replaylab.load_policy(run).act(observations)
+episodes = replaylab.load("my-logs.npz")
+run = replaylab.train("bc", episodes, env="d4rl/hopper", seeds=[0, 1, 2])
+replaylab.evaluate(run, episodes=100)
+actions = replaylab.load_policy(run).act(observations)
 """
 
 __version__ = "0.1.0"

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch threads that spin starve every other process
@@ -74,12 +75,12 @@ def _read_options(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def build() -> Parser:
+def build(words: Sequence[str]) -> Parser:
     parser = Parser(prog="replaylab", description="Learn decisions from logged data.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"replaylab {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=Parser)
-    _build_data(verbs)
+    _build_data(verbs, words)
     _build_train(verbs)
 
     verb = _add(verbs, "eval", "play episodes with a trained policy", _eval)
@@ -105,7 +106,7 @@ def build() -> Parser:
     return parser
 
 
-def _build_data(verbs: Any) -> None:
+def _build_data(verbs: Any, words: Sequence[str]) -> None:
     data = _add(verbs, "data", "look at, convert and make datasets", None)
     inner = data.add_subparsers(title="data verbs", required=True, metavar="VERB", parser_class=Parser)
     verb = _add(inner, "list", "datasets that ship with replaylab, and the formats it reads", _data_list)
@@ -124,24 +125,55 @@ def _build_data(verbs: Any) -> None:
     verb.add_argument("--to", metavar="FORMAT", help="format to write; found from DST when not given")
     verb.add_argument("--overwrite", action="store_true")
     _data_options(verb)
-    _build_collect(inner)
+    verb = _add(inner, "sparsify", "take rows out on purpose, by a stored recipe", _data_sparsify)
+    verb.add_argument("path", nargs="+", metavar="X")
+    verb.add_argument("--recipe", required=True, metavar="pca-quadrant|reward-action-box")
+    verb.add_argument("--out", required=True)
+    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--set", nargs="+", metavar="NAME=JSON", help="parameters of the recipe, such as keep=0.05")
+    verb.add_argument("--overwrite", action="store_true")
+    _data_options(verb)
+    verb = _add(inner, "corrupt", "a labelled test set: episodes as they are, and the same shifted", _data_corrupt)
+    verb.add_argument("path", nargs="+", metavar="X")
+    verb.add_argument("--distance", type=float, required=True, help="mean of the noise added to the shifted half")
+    verb.add_argument("--out", required=True)
+    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--episodes", type=int, default=10, help="episodes taken (default: 10)")
+    verb.add_argument("--overwrite", action="store_true")
+    _data_options(verb)
+    _build_collect(inner, words)
 
 
-def _build_collect(inner: Any) -> None:
-    from replaylab.collect import LEVELS
-    from replaylab.collect.online import Config
-
-    verb = _add(inner, "collect", "make a dataset by training a policy, or driving one, in an environment", _data_collect)
-    verb.add_argument("env", metavar="ENV", help="hopper, walker2d, Pendulum-v1, reacher2d, atari/pong, pointmaze-medium, ...")
+def _build_collect(inner: Any, words: Sequence[str]) -> None:
+    verb = _add(
+        inner, "collect", "make a dataset by training a policy, or driving one, in an environment", _data_collect
+    )
+    verb.add_argument(
+        "env", metavar="ENV", help="hopper, walker2d, Pendulum-v1, reacher2d, atari/pong, pointmaze-medium, ..."
+    )
     verb.add_argument("--out", required=True, metavar="D", help="the dataset (a folder a level with --level all)")
-    verb.add_argument("--level", help=f"{', '.join(LEVELS)} or all (default: medium)")
+    verb.add_argument("--level", help="random, medium, medium-replay, full-replay, expert, medium-expert, mixed or all")
     verb.add_argument("--steps", type=int, metavar="N", help="rows of a dataset")
     verb.add_argument("--seed", type=int, default=0)
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     verb.add_argument("--to", metavar="FORMAT", help="format to write (default: from the name; a folder is native)")
-    verb.add_argument("--compact", action="store_true", help="round to 14 bits and leave out extra columns: a small file")
+    verb.add_argument(
+        "--compact", action="store_true", help="round to 14 bits and leave out extra columns: a small file"
+    )
     verb.add_argument("--overwrite", action="store_true")
-    add_arguments(verb, Config)
+    if "collect" not in words:  # the rest needs simulators
+        return
+    if any(word.startswith("pointmaze") for word in words):
+        verb.add_argument("--style", choices=["play", "diverse"], help="fixed or random starts and goals")
+        verb.add_argument("--noise", type=float, help="deviation of the noise on the driver's actions")
+    elif any(word.startswith("atari/") for word in words):
+        from replaylab.collect import atari
+
+        add_arguments(verb, atari.Config)
+    else:
+        from replaylab.collect import online
+
+        add_arguments(verb, online.Config)
 
 
 def _build_train(verbs: Any) -> None:
@@ -151,9 +183,11 @@ def _build_train(verbs: Any) -> None:
     systems = verb.add_subparsers(title="systems", required=True, metavar="SYSTEM", parser_class=Parser)
     for name in SYSTEMS:
         module = system(name)
-        parser = _add(systems, name, module.__doc__.splitlines()[0].rstrip("."), _train)
+        parser = _add(systems, name, (module.__doc__ or name).splitlines()[0].rstrip("."), _train)
         parser.set_defaults(system=name)
-        parser.add_argument("--data", nargs="+", required=True, metavar="X", help="files or folders; several are joined")
+        parser.add_argument(
+            "--data", nargs="+", required=True, metavar="X", help="files or folders; several are joined"
+        )
         parser.add_argument("--out", metavar="D", help="run folder (default: runs/SYSTEM-DATA)")
         parser.add_argument("--preset", help=f"named settings: {', '.join(module.PRESETS)}")
         parser.add_argument("--config", metavar="F", help="YAML file of settings")
@@ -222,6 +256,40 @@ def _data_collect(args: argparse.Namespace) -> None:
         **settings,
     )
     print(f"wrote {path}")
+
+
+def _data_sparsify(args: argparse.Namespace) -> None:
+    from replaylab.data.damage import sparsify
+
+    _damage(args, lambda x: sparsify(x, args.recipe, seed=args.seed, **_assignments(getattr(args, "set", []))))
+
+
+def _data_corrupt(args: argparse.Namespace) -> None:
+    from replaylab.data.damage import corrupt
+
+    _damage(args, lambda x: corrupt(x, args.distance, seed=args.seed, episodes_count=args.episodes))
+
+
+def _damage(args: argparse.Namespace, change: Callable[[Any], Any]) -> None:
+    from replaylab.data.read import load
+    from replaylab.data.write import save
+
+    found = change(load(args.path, **_read_options(args)))
+    save(found, args.out, overwrite=hasattr(args, "overwrite"))
+    print(
+        f"wrote {args.out}: {len(found)} steps, {found.num_episodes} episodes; {json.dumps(found.meta['damage'][-1])}"
+    )
+
+
+def _assignments(words: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except ValueError as error:
+            raise UsageError(f"--set {word}: expected NAME=JSON, such as keep=0.05 or reward=[0.5,1]") from error
+    return found
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -301,7 +369,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     debug = "--debug" in words  # allowed anywhere
     try:
-        args = build().parse_args([word for word in words if word != "--debug"])
+        words = [word for word in words if word != "--debug"]
+        args = build(words).parse_args(words)
         args.run(args)
         return 0
     except ReplaylabError as error:

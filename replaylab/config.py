@@ -13,7 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def knob(default: Any, help: str, choices: Iterable[str] | None = None) -> Any:
 
 
 def default_of(knob: Field) -> Any:
-    return knob.default if knob.default is not MISSING else knob.default_factory()  # type: ignore[misc]
+    return knob.default_factory() if callable(knob.default_factory) else knob.default
 
 
 def _value_type(annotation: Any) -> tuple[type, bool, bool]:
@@ -59,7 +59,7 @@ def check(cls: type, key: str, value: Any) -> Any:
         if type(item) is not kind:
             raise UsageError(f"{key} must be {'a list of ' if is_list else ''}{kind.__name__}, not {item!r}")
         if knob.metadata["choices"] and item not in knob.metadata["choices"]:
-            raise UsageError(f"{key}: unknown value '{item}'{nearest(item, knob.metadata['choices'])}")
+            raise UsageError(f"{key}: unknown value '{item}'{nearest(str(item), knob.metadata['choices'])}")
         return item
 
     if not is_list:
@@ -120,15 +120,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
-    matches = [_OWN_LINE.match(line) for line in text.splitlines()]
-    try:
-        return {m[1]: json.loads(m[2]) for m in matches if m or _not_ours()}
-    except ValueError:
-        return _parse_yaml(path, text)
-
-
-def _not_ours() -> bool:
-    raise ValueError
+    found = {}
+    for line in text.splitlines():
+        match = _OWN_LINE.match(line)
+        try:
+            found[match[1]] = json.loads(match[2])  # type: ignore[index]
+        except (TypeError, ValueError):  # not a line of ours
+            return _parse_yaml(path, text)
+    return found
 
 
 def _parse_yaml(path: Path, text: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class MissingExtra(ReplaylabError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ '; did you mean X?' where something is close, otherwise the list of what is known."""
+    """'; did you mean X?' where something is close, otherwise the list of what is known."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"

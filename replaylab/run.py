@@ -1,10 +1,10 @@
 """The run folder: what training writes, and all that `eval`, `report` and `resume` read.
 
-    config.yaml     every setting, resolved
-    run.json        command, machine, versions, data summary, status, time
-    metrics.jsonl   one line per seed at each logging step
-    eval.jsonl      one line per seed at each evaluation, with every episode's return
-    checkpoints/    step-N/: weights.safetensors, training.safetensors, state.json
+config.yaml     every setting, resolved
+run.json        command, machine, versions, data summary, status, time
+metrics.jsonl   one line per seed at each logging step
+eval.jsonl      one line per seed at each evaluation, with every episode's return
+checkpoints/    step-N/: weights.safetensors, training.safetensors, state.json
 """
 
 from __future__ import annotations

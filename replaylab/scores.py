@@ -31,6 +31,7 @@ REFERENCES: dict[str, tuple[float, float]] = {
     "maze2d-medium-dense": (44.264742, 297.4552547777125),
     "maze2d-large-dense": (30.569041, 303.4857382709002),
     "antmaze": (0.0, 1.0),
+    "pointmaze": (0.0, 1.0),  # ours: the share of episodes that reach the goal
     "kitchen": (0.0, 4.0),
     "minigrid-fourrooms": (0.01442, 2.89685),
     "flow-ring": (-165.22, 24.42),
@@ -90,8 +91,10 @@ def reference(env_id: str) -> tuple[float, float] | None:
     name = re.sub(r"^(d4rl-|mujoco-)", "", re.sub(r"-v\d+$", "", name))
     words = name.split("-")
     words[0] = _ALIASES.get(words[0], words[0])
-    if words[0] == "antmaze" and "dense" in name:
+    if words[0].endswith("maze") and "dense" in name:
         return None  # 0 and 1 are returns of the sparse task
+    if words[0] == "pointmaze" and not env_id.startswith("pointmaze-"):
+        return None  # Gymnasium-Robotics' own, in which an episode goes on after the goal
     for count in range(len(words), 0, -1):  # the longest family that the name begins with
         found = REFERENCES.get("-".join(words[:count]))
         if found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -40,7 +41,9 @@ class Options:
     env: str | None = knob(None, "environment to evaluate in; default: the one the data names")
     seeds: list[int] = knob([0], "trained side by side in one process")
     device: str = knob("auto", "auto, cpu or cuda")
-    compile: str = knob("auto", "auto: one captured graph per step on CUDA; on: torch.compile too", ("auto", "on", "off"))
+    compile: str = knob(
+        "auto", "auto: one captured graph per step on CUDA; on: torch.compile too", ("auto", "on", "off")
+    )
     deterministic: bool = knob(False, "bit-equal results on CUDA, at some cost in speed")
     eval_every: int = knob(0, "steps between evaluations; 0: ten evaluations a run, -1: only the last")
     eval_episodes: int = knob(10, "episodes per seed in these evaluations")
@@ -233,7 +236,7 @@ class Trainer:
         average = {name: sum(values) / len(values) for name, values in means.items()}
         bar.update(self.step, **dict(list(average.items())[:4]))
         self.track(self.step, {f"{phase.name}/{name}": value for name, value in average.items()})
-        broken = [name for name, value in average.items() if not value - value == 0]
+        broken = [name for name, value in average.items() if not math.isfinite(value)]
         if broken:
             raise DataError(f"{broken[0]} became {average[broken[0]]} at step {self.step}: lower the learning rate")
 

@@ -27,7 +27,9 @@ def make_episodes(lengths=(5, 3, 8), observation=4, action=2, seed=0, discrete=F
     terminated[ends[::2]] = True
     truncated = np.zeros(rows, bool)
     truncated[ends[1::2]] = True
-    return from_rows(observations, actions, rng.standard_normal(rows).astype(np.float32), terminated, truncated, following)
+    return from_rows(
+        observations, actions, rng.standard_normal(rows).astype(np.float32), terminated, truncated, following
+    )
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,7 +62,10 @@ def test_train_eval_report(log, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "bc", "--data", "x", "--batch-sise", "3"], "unknown option --batch-sise; did you mean '--batch-size'?"),
+        (
+            ["train", "bc", "--data", "x", "--batch-sise", "3"],
+            "unknown option --batch-sise; did you mean '--batch-size'?",
+        ),
         (["train", "bcc", "--data", "x"], "bcc"),
         (["train", "bc"], "--data"),
         (["data", "inf", "x"], "inf"),
@@ -95,7 +99,18 @@ def test_a_missing_extra_names_the_install(tmp_path, capsys, log):
 
 def test_yaml_under_the_command_line(log, tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("# mine\nlr: 0.01\nsteps: 20\n")
-    words = ["train", "bc", "--data", log, "--config", str(tmp_path / "c.yaml"), "--steps", "30", "--out", str(tmp_path / "r")]
+    words = [
+        "train",
+        "bc",
+        "--data",
+        log,
+        "--config",
+        str(tmp_path / "c.yaml"),
+        "--steps",
+        "30",
+        "--out",
+        str(tmp_path / "r"),
+    ]
     assert run(capsys, *words)[0] == 0
     text = (tmp_path / "r" / "config.yaml").read_text()
     assert "lr: 0.01" in text and "steps: 30" in text
@@ -110,7 +125,7 @@ def test_help_names_every_default():
 
 
 def test_a_damaged_file_leaves_nothing(tmp_path, capsys, log):
-    (tmp_path / "cut.npz").write_bytes(open(log, "rb").read()[:-200])
+    (tmp_path / "cut.npz").write_bytes(Path(log).read_bytes()[:-200])
     before = sorted(p.name for p in tmp_path.iterdir())
     assert run(capsys, "data", "convert", str(tmp_path / "cut.npz"), str(tmp_path / "out.hdf5"))[0] == 1
     assert run(capsys, "train", "bc", "--data", str(tmp_path / "cut.npz"), "--out", str(tmp_path / "r"))[0] == 1

@@ -11,8 +11,8 @@ from replaylab.algos import Spaces
 from replaylab.algos.sac import SAC, Config
 from replaylab.collect import collect, rounded, save_what_fits
 from replaylab.collect.levels import choose
-from replaylab.collect.online import Online, Replay
 from replaylab.collect.online import Config as OnlineConfig
+from replaylab.collect.online import Online, Replay
 from replaylab.data.read import load
 from replaylab.errors import DataError, UsageError
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 import yaml
@@ -28,7 +29,9 @@ def one(**layer):
 
 
 def test_later_layers_win():
-    (found,) = resolve([Example], [("preset", {"rate": 1, "kind": "b"}), ("yaml", {"rate": 2.0}), ("cli", {"limit": 3})])
+    (found,) = resolve(
+        [Example], [("preset", {"rate": 1, "kind": "b"}), ("yaml", {"rate": 2.0}), ("cli", {"limit": 3})]
+    )
     assert (found.rate, found.kind, found.limit, found.sizes) == (2.0, "b", 3, [1, 2])
 
 
@@ -73,10 +76,10 @@ def test_ordinary_yaml_is_read(tmp_path):
 def test_every_key_is_read(name):
     """A setting that no code reads is a lie in the help text."""
     module = system(name)
-    source = open(module.__file__).read()
+    source = Path(module.__file__).read_text()
     for knob_ in fields(module.Config):
         assert f"config.{knob_.name}" in source, f"{name}: nothing reads {knob_.name}"
-    train = open("replaylab/train.py").read()
+    train = Path("replaylab/train.py").read_text()
     for knob_ in fields(Options):
         assert f"options.{knob_.name}" in train, f"nothing reads {knob_.name}"
 

@@ -377,7 +377,7 @@ def test_save_refuses_to_replace_unless_told(tmp_path):
     with pytest.raises(DataError, match="no dataset and is not replaced"):
         save(make(), tmp_path / "home", overwrite=True)
     for bad in ("x.csv", "x.pkl", "x.unknown"):
-        with pytest.raises(UsageError, match="known: d4rl, minari, native, npz"):
+        with pytest.raises(UsageError, match="known: d4rl, dqn-replay, minari, native, npz"):
             save(make(), tmp_path / bad)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*WRITTEN.values(), "home"])
 

@@ -55,5 +55,7 @@ def test_normalize():
 
 
 def test_the_table_is_whole():
-    assert len(scores.REFERENCES) == 23
+    assert len(scores.REFERENCES) == 24
+    assert scores.reference("pointmaze-large-diverse") == (0.0, 1.0)
+    assert scores.reference("PointMaze_UMaze-v3") is None
     assert all(low < high for low, high in scores.REFERENCES.values())

@@ -186,13 +186,16 @@ import torch; torch.set_num_threads(1)
 import replaylab
 from conftest import make_episodes
 out, steps, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
-replaylab.train("bc", make_episodes(lengths=(50, 30, 40)), out=out, steps=steps, batch_size=32, hidden=[32], device="cpu",
-                seeds=[0, 1], resume=resume, checkpoint_minutes=0.001, log_every=50)
+log = make_episodes(lengths=(50, 30, 40))
+replaylab.train("bc", log, out=out, steps=steps, batch_size=32, hidden=[32], device="cpu", seeds=[0, 1], resume=resume,
+                checkpoint_minutes=0.001, log_every=50)
 """
 
 
 def start(out, steps, resume="resume"):
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(out), str(steps), resume], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(out), str(steps), resume], stderr=subprocess.PIPE, text=True
+    )
 
 
 def wait_for(condition, seconds=60):
@@ -217,7 +220,10 @@ def kill_and_resume(tmp_path, kills, steps, rng):
     assert last.wait() == 0, last.stderr.read()
     whole, killed = (RunFolder(tmp_path / name) for name in ("whole", "killed"))
     assert same(whole.load()[0], killed.load()[0]) and same(whole.load()[1], killed.load()[1])
-    strip = [[{k: v for k, v in line.items() if k != "seconds"} for line in r.lines("metrics.jsonl")] for r in (whole, killed)]
+    strip = [
+        [{k: v for k, v in line.items() if k != "seconds"} for line in r.lines("metrics.jsonl")]
+        for r in (whole, killed)
+    ]
     assert strip[0] == strip[1]
 
 
@@ -256,19 +262,27 @@ def test_only_numpy_and_torch_are_needed(tmp_path):
     """Training from arrays in a process in which nothing else can be imported."""
     script = f"""
 import sys
+import torch, torch._dynamo  # torch looks around for other packages; after this, there are none
 class Nothing:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {{"h5py","yaml","pyarrow","gymnasium","mujoco","ale_py","safetensors","minari","tqdm","rich","matplotlib"}}:
+        if name.split(".")[0] in OTHERS:
             raise ImportError(name)
+OTHERS = "h5py yaml pyarrow gymnasium mujoco ale_py safetensors minari tqdm rich matplotlib pandas scipy".split()
 sys.meta_path.insert(0, Nothing())
+for name in [name for name in sys.modules if name.split(".")[0] in OTHERS]:
+    del sys.modules[name]
 sys.path[:0] = ["."]
 import numpy as np, replaylab
 rng = np.random.default_rng(0)
-log = replaylab.from_rows(rng.standard_normal((100, 3)), rng.uniform(-1, 1, (100, 1)), rng.standard_normal(100), np.arange(100) % 20 == 19)
+ends = np.arange(100) % 20 == 19
+log = replaylab.from_rows(rng.standard_normal((100, 3)), rng.uniform(-1, 1, (100, 1)), rng.standard_normal(100), ends)
 run = replaylab.train("bc", log, out={str(tmp_path / "r")!r}, preset="debug", device="cpu")
 replaylab.report([run], run / "report.html")
+from replaylab.cli import main
+replaylab.save(log, run / "log.npz")
+assert main(["data", "info", str(run / "log.npz"), "--json"]) == 0
 print(replaylab.load_policy(run).act(np.zeros((2, 3))).shape)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "(2, 1)"
+    assert done.stdout.strip().endswith("(2, 1)")

@@ -42,6 +42,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class Agent(nn.Module):
+    center: Tensor
+    scale: Tensor
+
     def __init__(self, config: Config, spaces: Spaces, seeds: Sequence[int], device: torch.device):
         super().__init__()
         if len(spaces.observation_shape) != 1:

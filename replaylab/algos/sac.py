@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class SAC(nn.Module):
         self.register_buffer("scale", (high - low) / 2)
         self.target_entropy = -float(actions) if config.target_entropy is None else config.target_entropy
         self.to(device)
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": list(self.actor.parameters()), "lr": config.actor_lr},
             {"params": list(self.critics.parameters()), "lr": config.critic_lr},
             {"params": [self.log_alpha], "lr": config.alpha_lr},
@@ -130,5 +131,3 @@ class SAC(nn.Module):
     @torch.no_grad()
     def act(self, observations: Tensor, state: None = None) -> tuple[Tensor, None]:
         return self.mode(observations), state
-
-

@@ -45,15 +45,17 @@ def collect(
 
         if level not in (None, "replay"):
             raise UsageError(f"{env}: unknown level '{level}'; Atari data has one, 'replay'")
-        return collect_atari(
-            env, steps or 1_000_000, out, seed=seed, device=device, overwrite=overwrite, **settings
-        )
+        return collect_atari(env, steps or 1_000_000, out, seed=seed, device=device, overwrite=overwrite, **settings)
     if env.startswith("pointmaze"):
         from replaylab.collect.maze import collect_maze
 
+        if level is not None:
+            raise UsageError(f"{env}: mazes have no levels; choose --style play or diverse")
         return collect_maze(env, steps or 300_000, out, seed=seed, overwrite=overwrite, **settings)
     if env.startswith("antmaze"):
-        raise UsageError(f"{env}: no ant that reaches goals ships with replaylab, so there is no AntMaze data to collect")
+        raise UsageError(
+            f"{env}: no ant that reaches goals ships with replaylab, so there is no AntMaze data to collect"
+        )
     level = level or "medium"
     if level != "all" and level not in LEVELS:
         raise UsageError(f"unknown level '{level}'{nearest(level, ['all', *LEVELS])}")
@@ -107,7 +109,7 @@ def rounded(episodes: Episodes, bits: int = 14) -> Episodes:
         return ((whole + np.uint32(1 << (drop - 1))) >> drop << drop).view(np.float32)
 
     names = ("observations", "actions", "rewards", "final_observations")
-    shorter = {name: shorten(getattr(episodes, name)) for name in names}
+    shorter: dict[str, Any] = {name: shorten(getattr(episodes, name)) for name in names}
     return replace(episodes, **shorter, extras={}, meta=episodes.meta | {"rounded_to_bits": bits})
 
 

@@ -10,7 +10,6 @@ not killed. Episodes that a chapter's end cuts off are logged as truncated.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -21,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,11 @@ import torch
 from replaylab.algos.dqn import DQN
 from replaylab.algos.dqn import Config as DQNConfig
 from replaylab.collect import recipe
-from replaylab.config import add_arguments, knob, resolve
+from replaylab.config import knob, resolve
 from replaylab.data.formats import dqn_replay
 from replaylab.data.formats.dqn_replay import Log
 from replaylab.envs import atari
-from replaylab.errors import ReplaylabError, UsageError
+from replaylab.errors import UsageError
 from replaylab.evaluate import pick_device, rollout
 from replaylab.progress import Progress, duration
 from replaylab.tensors import load_tensors, save_tensors
@@ -51,7 +50,7 @@ class Config(DQNConfig):
     environments: int = knob(32, "games played side by side")
     chapter: int = knob(500_000, "environment steps between checkpoints; the running episodes are cut off there")
     files: int = knob(50, "checkpoint files the log is cut into, about")
-    level: int = knob(1, "gzip level of the log")
+    gzip_level: int = knob(1, "of the log")
     sticky: float = knob(0.25, "probability that the game repeats the previous action; Dopamine's is 0.25")
     eval_episodes: int = knob(30, "games the finished policy plays for its score")
     points: int = knob(40, "points on the learning curve")
@@ -134,7 +133,7 @@ class Collector:
         self.curve: list[dict[str, float | None]] = []
         self._restore()
         rows = max(1, steps // config.files)
-        self.writer = Writer(Log(out / "1" / "replay_logs", rows, config.level, self.files))
+        self.writer = Writer(Log(out / "1" / "replay_logs", rows, config.gzip_level, self.files))
         self.recorder = Recorder(self.games, self.writer)
         done, output = self.chapter * self.per_chapter * self.games, sys.stderr if progress else io.StringIO()
         self.bar = Progress(f"dqn {env_id}", self.total * self.games, done, file=output)
@@ -330,26 +329,3 @@ class Writer:
     def _check(self) -> None:
         if self.error is not None:
             raise self.error
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m replaylab.collect.atari", description=collect_atari.__doc__)
-    parser.add_argument("game")
-    parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--overwrite", action="store_true")
-    add_arguments(parser, Config)
-    given = vars(parser.parse_args())
-    settings = {f.name: given.pop(f.name) for f in fields(Config) if f.name in given}
-    try:
-        collect_atari(**given, **settings)
-    except ReplaylabError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -43,7 +43,11 @@ def make_level(online: Online, level: str, steps: int, seed: int) -> Episodes:
         return _label(replay(online, candidate, medium + 1), level, facts)
     if level == "full-replay":
         return _label(replay(online, candidate, len(online.curve)), level, facts)
-    shares = {"medium": [(medium, 1.0)], "expert": [(expert, 1.0)], "medium-expert": [(medium, 0.5), (expert, 0.5)]}
+    shares: dict[str, list[tuple[int | None, float]]] = {
+        "medium": [(medium, 1.0)],
+        "expert": [(expert, 1.0)],
+        "medium-expert": [(medium, 0.5), (expert, 0.5)],
+    }
     if level == "mixed":
         shares[level] = [(None, 0.2), (medium, 0.4), (expert, 0.4)]
     parts = []

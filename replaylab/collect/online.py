@@ -119,9 +119,7 @@ class Online:
             began = time.monotonic()
             rows = self._chapter(chapter, bar)
             self.seconds += time.monotonic() - began
-            returns, _ = rollout(
-                self.sac.act, config.candidates, self.env_id, config.eval_episodes, device=self.device
-            )
+            returns, _ = rollout(self.sac.act, config.candidates, self.env_id, config.eval_episodes, device=self.device)
             means = returns.mean(1).tolist()
             step = self.replay.cursor
             self.curve.append({"step": step, "seconds": round(self.seconds, 2), "returns": means})
@@ -236,8 +234,8 @@ class Online:
         following = np.concatenate([rows["observations"][:, 1:], rows["observations"][:, :1]], 1)
         following[ends] = rows["finals"]
         for t in range(rows["rewards"].shape[1]):
-            columns = (rows[k][:, t] for k in ("observations", "actions", "rewards", "terminated"))
-            self._remember(*columns, following[:, t])
+            now = {name: column[:, t] for name, column in rows.items() if name != "finals"}
+            self._remember(now["observations"], now["actions"], now["rewards"], now["terminated"], following[:, t])
 
     def history(self, chapter: int) -> dict[str, np.ndarray]:
         return {k: v.numpy() for k, v in load_tensors(self.folder / f"rows-{chapter}").items()}

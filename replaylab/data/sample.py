@@ -70,7 +70,7 @@ class Store:
 
     def _small(self, column: np.ndarray) -> Tensor:
         kind = torch.int64 if column.dtype.kind in "iu" else torch.float32
-        return torch.as_tensor(np.ascontiguousarray(column)).to(self.device, kind)
+        return torch.tensor(np.ascontiguousarray(column), dtype=kind, device=self.device)
 
     def observations(self, rows: Tensor) -> Tensor:
         if self.resident:
@@ -99,7 +99,9 @@ def _refuse_nonfinite(episodes: Episodes) -> None:
             continue
         for part in np.array_split(column, max(1, len(column) // 65536)):
             if not np.isfinite(part).all():
-                raise DataError(f"{name} holds NaN or infinity: see `replaylab data info`; clean the log before training")
+                raise DataError(
+                    f"{name} holds NaN or infinity: see `replaylab data info`; clean the log before training"
+                )
 
 
 class Transitions:

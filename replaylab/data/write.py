@@ -16,7 +16,7 @@ WRITABLE = [name for name, module in FORMATS.items() if hasattr(module, "write")
 
 
 def save(episodes: Episodes, path: str | Path, *, format: str | None = None, overwrite: bool = False) -> Path:
-    """Write `episodes` as native (a folder), minari (a folder), d4rl (.hdf5) or npz; the suffix decides where it can.
+    """Write `episodes` as native, minari or dqn-replay (folders), d4rl (.hdf5) or npz; the suffix decides where it can.
 
     The data is written beside its target and renamed at the end, so a failure leaves nothing behind.
     """
@@ -27,7 +27,9 @@ def save(episodes: Episodes, path: str | Path, *, format: str | None = None, ove
         raise UsageError(f"{path}: {what}{nearest(str(name), WRITABLE)}")
     if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path}: exists already; pass --overwrite to replace it")
-    if path.is_dir() and not (FORMATS["native"].sniff(path) or FORMATS["minari"].sniff(path)):
+    if path.is_dir() and not (
+        FORMATS["native"].sniff(path) or FORMATS["minari"].sniff(path) or FORMATS["dqn-replay"].sniff(path)
+    ):
         raise DataError(f"{path}: this folder is no dataset and is not replaced")
     made = _make_folders(path.parent)
     try:

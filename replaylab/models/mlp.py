@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class MLP(nn.Module):
     ):
         super().__init__()
         sizes = [inputs, *hidden, outputs]
-        self.layers = nn.ModuleList(Linear(generators, a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(Linear(generators, a, b) for a, b in pairwise(sizes))
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:

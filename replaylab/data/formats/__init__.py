@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from replaylab.data.formats import d4rl, hdf5, minari, native, npz, table, trajectories
+from replaylab.data.formats import d4rl, dqn_replay, hdf5, minari, native, npz, table, trajectories
 
 FORMATS: dict[str, ModuleType] = {
     "native": native,
     "minari": minari,
+    "dqn-replay": dqn_replay,
     "npz": npz,
     "d4rl": d4rl,
     "hdf5": hdf5,
