@@ -1,8 +1,6 @@
 # Two commands do all the set-up: `make quickstart` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
-# threads that wait actively starve each other when tests run side by side
-export OMP_WAIT_POLICY := passive
 
 .PHONY: install quickstart test test-slow lint bench docs clean
 

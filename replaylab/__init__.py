@@ -6,7 +6,13 @@ replaylab.evaluate(run, episodes=100)
 actions = replaylab.load_policy(run).act(observations)
 """
 
+import os
+
 __version__ = "0.1.0"
+
+# Before torch is imported: its threads would otherwise spin while they wait, and two busy processes on one machine
+# slow each other down by an order of magnitude.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from replaylab.data.episodes import Episodes, from_rows
 from replaylab.data.read import load

@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch threads that spin starve every other process
-
 from replaylab import __version__
 from replaylab.algos import SYSTEMS, system
 from replaylab.config import add_arguments

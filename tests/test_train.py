@@ -45,6 +45,16 @@ def test_it_learns_what_is_there_to_learn(log, tmp_path):
     np.testing.assert_allclose(policy.act(log.observations[0]), policy.act(log.observations[:1])[0], rtol=1e-5)
 
 
+def test_the_learning_rate_falls_along_a_cosine(log):
+    agent = bc.Agent(bc.Config(steps=100, lr=0.2, hidden=[4]), Spaces.of(log), [0], torch.device("cpu"))
+    stepper = Stepper(agent.phases(log)[0], torch.device("cpu"))
+    rates = []
+    for step in range(100):
+        stepper.run(step, 1)
+        rates.append(float(agent.optimizers["policy"].param_groups[0]["lr"]))
+    np.testing.assert_allclose(rates, 0.1 * (1 + np.cos(np.pi * np.arange(100) / 100)), rtol=1e-4, atol=1e-7)
+
+
 def test_discrete_actions(tmp_path):
     log = make_episodes(lengths=(60, 60), discrete=True)
     run = replaylab.train("bc", log, out=tmp_path / "r", **SMALL | {"steps": 1500, "lr": 3e-3})
@@ -80,9 +90,10 @@ def test_a_seed_does_not_depend_on_its_neighbours(log, tmp_path):
 
 def test_half_and_resume_is_the_whole(log, tmp_path):
     """Train N, resume to 2N = train 2N: weights, optimiser and metric lines."""
-    replaylab.train("bc", log, out=tmp_path / "whole", seeds=[0, 1], log_every=70, **SMALL)
-    replaylab.train("bc", log, out=tmp_path / "half", seeds=[0, 1], log_every=70, **SMALL | {"steps": 130})
-    replaylab.train("bc", log, out=tmp_path / "half", seeds=[0, 1], log_every=70, resume=True, **SMALL)
+    same_for_all = SMALL | {"seeds": [0, 1], "log_every": 70, "lr_decay": False}  # a schedule depends on the total
+    replaylab.train("bc", log, out=tmp_path / "whole", **same_for_all)
+    replaylab.train("bc", log, out=tmp_path / "half", **same_for_all | {"steps": 130})
+    replaylab.train("bc", log, out=tmp_path / "half", resume=True, **same_for_all)
     whole, half = (RunFolder(tmp_path / name).load() for name in ("whole", "half"))
     assert same(whole[0], half[0]) and same(whole[1], half[1])
     last = [RunFolder(tmp_path / name).lines("metrics.jsonl")[-1]["loss"] for name in ("whole", "half")]

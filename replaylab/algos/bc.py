@@ -7,6 +7,7 @@ Transformer paper), which is the baseline every return-conditioned method has to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ class Config:
     steps: int = knob(100_000, "updates")
     batch_size: int = knob(256, "rows a batch")
     lr: float = knob(3e-4, "Adam's learning rate")
+    lr_decay: bool = knob(True, "let it fall to zero along a cosine, so that the last checkpoint is a settled one")
     weight_decay: float = knob(0.0, "decoupled weight decay (AdamW)")
     hidden: list[int] = knob([256, 256], "widths of the hidden layers")
     activation: str = knob("relu", "between the layers", ACTIVATIONS)
@@ -42,6 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class Agent(nn.Module):
+    done: Tensor
     center: Tensor
     scale: Tensor
 
@@ -58,11 +61,12 @@ class Agent(nn.Module):
             low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
             self.register_buffer("center", (high + low) / 2)
             self.register_buffer("scale", (high - low) / 2)
+        self.register_buffer("done", torch.zeros(()))  # updates so far
         self.to(device)
         self.optimizers = {
             "policy": torch.optim.AdamW(
                 self.policy.parameters(),
-                lr=config.lr,
+                lr=torch.tensor(config.lr, device=device),
                 weight_decay=config.weight_decay,
                 fused=True,
                 capturable=device.type == "cuda",
@@ -89,6 +93,10 @@ class Agent(nn.Module):
 
     def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         optimizer = self.optimizers["policy"]
+        if self.config.lr_decay:
+            cosine = torch.cos(math.pi * self.done / self.config.steps)
+            optimizer.param_groups[0]["lr"].copy_(self.config.lr * (1 + cosine) / 2)
+        self.done += 1
         optimizer.zero_grad(set_to_none=True)
         loss = self.loss(batch)
         loss.sum().backward()

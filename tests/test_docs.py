@@ -1,0 +1,39 @@
+"""What the documentation shows is run, and what it links to is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda p: p.name)
+def test_python_examples_run(page, tmp_path, monkeypatch):
+    """The blocks of a page run one after another, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, page.name, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_commands_in_the_readme_are_known(capsys):
+    """Every `replaylab ...` line of the README parses."""
+    from replaylab.cli import build
+
+    lines = re.findall(r"^replaylab (.+?)(?:\s+#.*)?$", (ROOT / "README.md").read_text(), re.M)
+    assert len(lines) > 5
+    for line in lines:
+        words = line.split()
+        assert build(words).parse_args(words).run is not None, line
