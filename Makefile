@@ -16,7 +16,7 @@ quickstart: install
 	$(BIN)/replaylab data info sample
 	$(BIN)/replaylab train bc --data sample --steps 3000 --seeds 0 1 2 --final-episodes 50 --out runs/quickstart/all --overwrite
 	$(BIN)/replaylab train bc --data sample --steps 3000 --seeds 0 1 2 --final-episodes 50 --top-fraction 0.3 --out runs/quickstart/best --overwrite
-	$(BIN)/replaylab report runs/quickstart/all runs/quickstart/best --out runs/quickstart/report.html
+	$(BIN)/replaylab report runs/quickstart --out runs/quickstart/report.html
 	@echo "Done. Open runs/quickstart/report.html in a browser."
 
 test: install lint

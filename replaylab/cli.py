@@ -382,6 +382,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `replaylab ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except OSError as error:
+        if debug:
+            raise
+        print(f"replaylab: {error}", file=sys.stderr)
+        return 1
     except Exception as error:
         if debug:
             raise

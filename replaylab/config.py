@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import types
 import typing
@@ -111,7 +112,14 @@ _OWN_LINE = re.compile(r"^([A-Za-z_]\w*): (.+)$")
 
 def write_yaml(path: Path, values: dict[str, Any]) -> None:
     """One `key: JSON` line each: valid YAML that `read_yaml` reads back without a YAML library."""
-    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
+    write_whole(path, "".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The whole file or, on a full disk, the old one."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -45,10 +45,13 @@ def number(value: Any) -> str:
 
 
 def aligned(values: Sequence[float], error: float) -> list[str]:
-    """Numbers with as many decimals as two digits of their error need: 49.6 and 1.3, 1595 and 32."""
+    """As many decimals as two digits of the error need, five digits at most: 49.6 and 1.3, 1595 and 32."""
     if not 0 < abs(error) < math.inf:
         return [number(v) for v in values]
     decimals = 1 - math.floor(math.log10(float(f"{abs(error):.1e}")))  # 0.996 is shown as 1.0
+    largest = max(map(abs, values))
+    if 1 <= largest < math.inf:
+        decimals = min(decimals, 4 - math.floor(math.log10(largest)))
     return [f"{v:,.{max(decimals, 0)}f}" if decimals < 6 and abs(v) < 1e13 else number(v) for v in values]
 
 

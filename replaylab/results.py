@@ -57,7 +57,7 @@ class Run:
 
 
 def read_runs(paths: Iterable[str | Path]) -> list[Run]:
-    folders = [RunFolder(path).require() for path in dict.fromkeys(map(Path, paths))]
+    folders = [folder for path in dict.fromkeys(map(Path, paths)) for folder in _folders(path)]
     if not folders:
         raise UsageError("no run folders given")
     last = [folder.path.resolve().name for folder in folders]
@@ -72,6 +72,12 @@ def read_runs(paths: Iterable[str | Path]) -> list[Run]:
         run.notes += _notes(run)
         runs.append(run)
     return runs
+
+
+def _folders(path: Path) -> list[RunFolder]:
+    """A run folder, or those that a folder holds."""
+    inside = [RunFolder(p) for p in sorted(path.iterdir())] if path.is_dir() else []
+    return [f for f in inside if f.exists()] if any(f.exists() for f in inside) else [RunFolder(path).require()]
 
 
 def _get(value: Any, key: str) -> Any:

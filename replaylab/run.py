@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import replaylab
-from replaylab.config import read_yaml
+from replaylab.config import read_yaml, write_whole
 from replaylab.errors import DataError, UsageError
 from replaylab.tensors import load_tensors, save_tensors
 
@@ -73,9 +73,7 @@ class RunFolder:
     def write_info(self, **values: Any) -> None:
         path = self.path / "run.json"
         info = self.info() if path.exists() else {}
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(info | values, indent=1))
-        os.replace(part, path)
+        write_whole(path, json.dumps(info | values, indent=1))
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         with open(self.path / name, "a") as file:
@@ -95,9 +93,7 @@ class RunFolder:
         for name in ("metrics.jsonl", "eval.jsonl"):
             if (self.path / name).exists():
                 kept = [line for line in self.lines(name) if line["step"] <= step]
-                part = self.path / (name + ".part")
-                part.write_text("".join(json.dumps(line) + "\n" for line in kept))
-                os.replace(part, self.path / name)
+                write_whole(self.path / name, "".join(json.dumps(line) + "\n" for line in kept))
 
     # --- checkpoints
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -175,7 +176,8 @@ class Trainer:
             signal.signal(number, handler)
         status = "finished" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
         finished = datetime.now(UTC).isoformat(timespec="seconds")
-        self.folder.write_info(status=status, finished=finished, seconds=round(self.seconds, 3))
+        with contextlib.suppress(OSError):  # a full disk has its own error
+            self.folder.write_info(status=status, finished=finished, seconds=round(self.seconds, 3))
 
     @property
     def seconds(self) -> float:

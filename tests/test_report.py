@@ -328,3 +328,10 @@ def test_line_breaks_at_missing_values():
 def test_columns_of_numbers_stand_right():
     made = table(["name", "value", "note"], [["1", "-2.5", "x"], ["2", "–", "3 of 4"]])
     assert "<td>1</td><td class=n>-2.5</td><td>x</td>" in made
+
+
+def test_a_folder_of_runs_stands_for_the_runs_in_it(tmp_path):
+    for name in ("b", "a"):
+        make_run(tmp_path / "many" / name, two_seeds())
+    (tmp_path / "many" / "notes.txt").write_text("not a run")
+    assert [row["run"] for row in summarize_runs([tmp_path / "many"])] == ["a", "b"]
