@@ -87,6 +87,9 @@ def build(words: Sequence[str]) -> Parser:
     verb.add_argument("--episodes", type=int, default=100, help="episodes per seed (default: 100)")
     verb.add_argument("--seed", type=int, help="seed of the first episode")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    verb.add_argument(
+        "--target", nargs="+", type=float, metavar="R", help="returns to ask a dt for, played in one batch"
+    )
     verb.add_argument("--noise-action", type=float, metavar="S", help="deviation of Gaussian noise on actions")
     verb.add_argument("--noise-transition", type=float, metavar="S", help="deviation of noise on observations")
     verb.add_argument("--noise-rate", type=float, metavar="P", help="probability of noise at a step (default: 1)")
@@ -332,8 +335,11 @@ def _eval(args: argparse.Namespace) -> None:
             seed=getattr(args, "seed", SEED),
             noise=noise,
             device=args.device,
+            targets=getattr(args, "target", []),
         )
-        found.append({"run": run, **summary(records), "records": records})
+        for settings in {json.dumps(record["settings"]): record["settings"] for record in records}.values():
+            part = [record for record in records if record["settings"] == settings]
+            found.append({"run": run, "settings": settings, **summary(part), "records": part})
     if hasattr(args, "json"):
         print(json.dumps(found))
         return
@@ -341,10 +347,14 @@ def _eval(args: argparse.Namespace) -> None:
         interval = "" if row["low"] is None else f" [{row['low']:.1f}, {row['high']:.1f}]"
         error = "" if row["error"] is None else f" ± {row['error']:.1f} s.e."
         print(
-            f"{row['run']}: {row['env']} {row['score']} {row['mean']:.1f}{error}, "
+            f"{row['run']}{_label(row['settings'])}: {row['env']} {row['score']} {row['mean']:.1f}{error}, "
             f"IQM {row['iqm']:.1f}{interval}, raw return {row['return']:.1f}, "
             f"length {row['length']:.0f}; {row['seeds']} seeds, {row['episodes']} episodes"
         )
+
+
+def _label(settings: dict[str, Any]) -> str:
+    return f" (target {settings['target']:g})" if "target" in settings else ""
 
 
 def _report(args: argparse.Namespace) -> None:

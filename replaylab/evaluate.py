@@ -6,6 +6,7 @@ episode that is started is played to its end and counted once: short episodes ar
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,40 +53,52 @@ def rollout(
     seed: int = SEED,
     noise: Noise | None = None,
     device: torch.device | str = "cpu",
+    begin: Callable[[int], Any] | None = None,
+    variants: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns and lengths, (members, episodes). `act` takes observations (members, batch, ...) and its own state."""
+    """Returns and lengths, (members, episodes). `act` takes observations (members, batch, ...) and its own state.
+
+    A policy with a memory gives `begin(batch)`, which makes the first state; a state that has `receive` is told the
+    rewards. With `variants` (targets, say) every episode is played by each of them, all in one batch, the episodes of
+    the first variant first; the result is (members * variants, episodes).
+    """
     from replaylab import envs
 
     if episodes < 1:
         raise UsageError(f"episodes must be at least 1, not {episodes}")
-    wave = max(1, min(episodes, MAX_ENVS // members))
+    rows = members * variants
+    wave = max(1, min(episodes, MAX_ENVS // rows))
     parts = []
     for first in range(0, episodes, wave):
         count = min(wave, episodes - first)
-        env = envs.make_vec(env_id, members * count, noise=noise)
+        env = envs.make_vec(env_id, rows * count, noise=noise)
+        state = begin(variants * count) if begin else None
         try:
-            parts.append(_play(act, env, members, [seed + first + i for i in range(count)], device))
+            parts.append(_play(act, env, members, [seed + first + i for i in range(count)], device, state))
         finally:
             env.close()
     returns, lengths = (np.concatenate(p, axis=1) for p in zip(*parts, strict=True))
     return returns, lengths
 
 
-def _play(act: Act, env: Any, members: int, seeds: Sequence[int], device: torch.device | str) -> tuple:
-    observations, _ = env.reset(seed=list(seeds) * members)
-    shape = (members, len(seeds))
+def _play(
+    act: Act, env: Any, members: int, seeds: Sequence[int], device: torch.device | str, state: Any = None
+) -> tuple:
+    shape = (env.num_envs // len(seeds), len(seeds))
+    observations, _ = env.reset(seed=list(seeds) * shape[0])
     box = getattr(env.single_action_space, "low", None)
     returns, lengths = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
     running = np.ones(env.num_envs, bool)
-    state = None
     for _ in range(MAX_STEPS):
         batch = torch.as_tensor(observations, device=device)
         batch = batch if batch.dtype == torch.uint8 else batch.float()
-        actions, state = act(batch.reshape(*shape, *batch.shape[1:]), state)
+        actions, state = act(batch.reshape(members, -1, *batch.shape[1:]), state)
         chosen = actions.flatten(0, 1).cpu().numpy()
         if box is not None:
             chosen = np.clip(chosen, env.single_action_space.low, env.single_action_space.high)
         observations, rewards, terminated, truncated, _ = env.step(chosen)
+        if hasattr(state, "receive"):
+            state.receive(torch.as_tensor(rewards, dtype=torch.float32, device=device).view(members, -1))
         returns += rewards * running
         lengths += running
         running &= ~(terminated | truncated)
@@ -97,22 +110,30 @@ def _play(act: Act, env: Any, members: int, seeds: Sequence[int], device: torch.
 class Policy:
     """A trained policy for one seed of a run: observations in, actions out, as numpy arrays."""
 
-    def __init__(self, agent: Any, spaces: Spaces, device: torch.device):
-        self.agent, self.spaces, self.device = agent, spaces, device
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was seen: a new episode begins."""
+    def __init__(self, agent: Any, spaces: Spaces, device: torch.device, target: float | None = None):
+        self.agent, self.spaces, self.device, self.target = agent, spaces, device, target
         self.state: Any = None
 
+    def reset(self, which: np.ndarray | None = None) -> None:
+        """Forget what was seen: a new episode begins, in all environments of the batch or in those marked."""
+        if which is None:
+            self.state = None
+        elif hasattr(self.state, "reset"):
+            self.state.reset(torch.as_tensor(np.asarray(which, bool), device=self.device)[None])
+
     @torch.no_grad()
-    def act(self, observations: np.ndarray) -> np.ndarray:
-        """Actions for one observation, or for a batch of them."""
+    def act(self, observations: np.ndarray, rewards: np.ndarray | float | None = None) -> np.ndarray:
+        """Actions for one observation, or for a batch of them. A policy that is asked for a return wants to know the
+        rewards that the actions before brought."""
         observations = np.asarray(observations)
-        shape = tuple(self.spaces.observation_shape)
+        shape = tuple(self.spaces.seen)
         if observations.shape[-len(shape) :] != shape or observations.ndim > len(shape) + 1:
             raise UsageError(f"the policy takes observations of shape {shape} or (batch, {', '.join(map(str, shape))})")
         batch = torch.as_tensor(observations.reshape(1, -1, *shape), device=self.device)
+        if self.state is None and hasattr(self.agent, "begin"):
+            self.state = self.agent.begin(batch.shape[1], [] if self.target is None else [self.target])
+        elif rewards is not None and hasattr(self.state, "receive"):
+            self.state.receive(torch.as_tensor(rewards, dtype=torch.float32, device=self.device).view(1, -1))
         actions, self.state = self.agent.act(batch if batch.dtype == torch.uint8 else batch.float(), self.state)
         chosen = actions[0].cpu().numpy()
         return chosen[0] if observations.ndim == len(shape) else chosen
@@ -146,12 +167,16 @@ def _one_seed(weights: dict[str, Tensor], wanted: dict[str, Tensor], index: int)
     return {name: cut(name) for name in wanted}
 
 
-def load_policy(run: str | Path, seed: int | None = None, device: str = "cpu") -> Policy:
-    """The policy of a run folder. Without `seed`, the run's first one."""
+def load_policy(
+    run: str | Path, seed: int | None = None, device: str = "cpu", *, target: float | None = None
+) -> Policy:
+    """The policy of a run folder. Without `seed`, the run's first one. `target`: the return to ask for."""
     folder = RunFolder(run).require()
     where = pick_device(device)
     agent, spaces, _ = load_agent(folder, where, folder.config()["seeds"][0] if seed is None else seed)
-    return Policy(agent, spaces, where)
+    if target is not None:
+        _check_targets(agent, [target])
+    return Policy(agent, spaces, where, target)
 
 
 @torch.no_grad()
@@ -166,14 +191,21 @@ def evaluate_agent(
     noise: Noise | None = None,
     device: torch.device | str = "cpu",
     settings: dict[str, Any] | None = None,
+    targets: Sequence[float] = (),
 ) -> list[dict[str, Any]]:
-    """One record a seed: every episode's return and length, raw and normalised."""
+    """One record a seed (and target): every episode's return and length, raw and normalised."""
     _check_spaces(env_id, spaces)
+    targets = list(targets or getattr(agent, "targets", []))
+    begin = (lambda batch: agent.begin(batch, targets)) if hasattr(agent, "begin") else None
+    variants = max(1, len(targets))
     began = time.monotonic()
     where = torch.device(device)
     with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):  # training's random numbers stay put
         torch.manual_seed(seed)
-        returns, lengths = rollout(agent.act, len(seeds), env_id, episodes, seed=seed, noise=noise, device=device)
+        returns, lengths = rollout(
+            agent.act, len(seeds), env_id, episodes,
+            seed=seed, noise=noise, device=device, begin=begin, variants=variants,
+        )  # fmt: skip
     seconds = time.monotonic() - began
     known = scores.reference(env_id) is not None
     return [
@@ -184,10 +216,10 @@ def evaluate_agent(
             "returns": returns[i].tolist(),
             "lengths": lengths[i].tolist(),
             "normalized": scores.normalize(env_id, returns[i]).tolist() if known else None,
-            "settings": settings or {},
+            "settings": (settings or {}) | ({"target": targets[i % variants]} if targets else {}),
             "seconds": round(seconds, 3),
         }
-        for i, s in enumerate(seeds)
+        for i, s in enumerate(s for s in seeds for _ in range(variants))
     ]
 
 
@@ -197,14 +229,23 @@ def _check_spaces(env_id: str, spaces: Spaces) -> None:
     env = envs.make_vec(env_id, 1)
     try:
         sees, acts = tuple(env.single_observation_space.shape), env.single_action_space
-        if sees != tuple(spaces.observation_shape):
-            raise UsageError(f"{env_id} shows {sees}, the data has observations of {tuple(spaces.observation_shape)}")
+        if sees != tuple(spaces.seen):
+            raise UsageError(f"{env_id} shows {sees}, the data has observations of {tuple(spaces.seen)}")
         offered = int(getattr(acts, "n", 0)) or int(acts.shape[0])
         if bool(getattr(acts, "n", 0)) != spaces.discrete or (offered < spaces.action_dim):
             kind = "discrete" if hasattr(acts, "n") else "continuous"
             raise UsageError(f"{env_id} takes {offered} {kind} actions, which do not fit the data's")
     finally:
         env.close()
+
+
+def _check_targets(agent: Any, targets: Sequence[float]) -> None:
+    if not hasattr(agent, "begin") or not agent.targets:
+        raise UsageError("this run's policy is not asked for a return: leave the target out")
+    low, high = (round(float(x), 2) for x in agent.returns_range)
+    outside = [f"{t:g}" for t in targets if not low <= t <= high]
+    if outside:
+        print(f"note: target {', '.join(outside)} is outside the data's returns, {low:g} to {high:g}", file=sys.stderr)
 
 
 def evaluate(
@@ -215,20 +256,27 @@ def evaluate(
     seed: int = SEED,
     noise: Noise | None = None,
     device: str = "auto",
+    targets: Sequence[float] = (),
 ) -> list[dict[str, Any]]:
-    """Evaluate every seed of a run folder; the records are returned and added to its eval.jsonl."""
+    """Evaluate every seed of a run folder; the records are returned and added to its eval.jsonl.
+
+    targets: returns to ask a Decision Transformer for, one record each.
+    """
     folder = RunFolder(run).require()
     where = pick_device(device)
     agent, spaces, seeds = load_agent(folder, where)
     env_id = env or folder.config().get("env")
     if env_id is None:
         raise UsageError(f"{run} was trained without an environment: name one with --env")
+    if targets:
+        _check_targets(agent, targets)
     settings: dict[str, Any] = {} if seed == SEED else {"seed": seed}
     if noise is not None:
         settings["noise"] = {k: v for k, v in vars(noise).items() if v != getattr(type(noise), k, None)}
     records = evaluate_agent(
-        agent, spaces, seeds, env_id, episodes, seed=seed, noise=noise, device=where, settings=settings
-    )
+        agent, spaces, seeds, env_id, episodes,
+        seed=seed, noise=noise, device=where, settings=settings, targets=targets,
+    )  # fmt: skip
     step = folder.checkpoints()[-1].name.removeprefix("step-")
     records = [{"step": int(step), **record} for record in records]
     folder.append("eval.jsonl", records)

@@ -2,6 +2,8 @@
 
 A system is a module with `Config`, `PRESETS` and `Agent`. An agent is an nn.Module that trains every seed of a run
 at once; `phases(episodes)` says what is trained in which order, `act(observations, state)` answers a batch.
+An agent with a memory also has `begin(batch, targets)`, which makes the state, and `targets`, the returns to ask for;
+its state has `receive(rewards)` and `reset(which)`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 from replaylab.data.episodes import Episodes
 from replaylab.errors import UsageError, nearest
 
-SYSTEMS = {"bc": "replaylab.algos.bc"}
+SYSTEMS = {"bc": "replaylab.algos.bc", "dt": "replaylab.algos.dt"}
 
 
 def system(name: str) -> ModuleType:
@@ -38,12 +40,19 @@ class Spaces:
     discrete: bool
     action_low: list[float] | None = None
     action_high: list[float] | None = None
+    frame_stack: int = 1  # single frames are logged, so many of them are seen at once
 
     @staticmethod
     def of(episodes: Episodes) -> Spaces:
         low, high = (None, None) if episodes.discrete else (b.tolist() for b in episodes.action_bounds)
         shape, dtype = list(episodes.observations.shape[1:]), str(episodes.observations.dtype)
-        return Spaces(shape, dtype, episodes.action_dim, episodes.discrete, low, high)
+        stack = int(episodes.meta.get("frame_stack") or 1) if len(shape) == 2 and dtype == "uint8" else 1
+        return Spaces(shape, dtype, episodes.action_dim, episodes.discrete, low, high, stack)
+
+    @property
+    def seen(self) -> list[int]:
+        """Shape of what an environment shows."""
+        return [self.frame_stack, *self.observation_shape] if self.frame_stack > 1 else self.observation_shape
 
 
 @dataclass

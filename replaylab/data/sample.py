@@ -149,10 +149,13 @@ class Windows:
     """Draws of `length` consecutive steps of one episode, padded on the left where the episode ends before.
 
     A draw is the window's first row, uniform over all rows. `mask` is 1 where a step is real; padded slots hold
-    zeros. Returns-to-go are those of the whole episode.
+    zeros. Returns-to-go are those of the whole episode. With `stack`, an observation is that many single frames.
     """
 
-    def __init__(self, store: Store, seeds: Sequence[int], batch_size: int, length: int, stream: int = 0):
+    def __init__(
+        self, store: Store, seeds: Sequence[int], batch_size: int, length: int, stream: int = 0, stack: int = 1
+    ):
+        self.stack = stack
         self.store, self.seeds, self.batch_size, self.stream = store, list(seeds), batch_size, stream
         device, episodes = store.device, store.episodes
         self.timesteps = torch.as_tensor(episodes.timesteps, device=device)
@@ -160,6 +163,8 @@ class Windows:
         left = np.repeat(episodes.offsets[1:], episodes.lengths) - np.arange(len(episodes))
         self.padding = torch.as_tensor(np.maximum(length - left, 0), device=device)  # (rows,) slots before the first
         self.slots = torch.arange(length, device=device)
+        self.before = torch.arange(1 - stack, length, device=device)  # slots whose frames the stacks need
+        self.first = torch.as_tensor(episodes.offsets[:-1], device=device)  # (episodes,) first rows
 
     @property
     def resident(self) -> bool:
@@ -179,13 +184,20 @@ class Windows:
             return column * real.reshape(*real.shape, *[1] * (column.ndim - real.ndim)).to(column.dtype)
 
         return {
-            "observations": masked(self.store.observations(rows)),
+            "observations": masked(self.store.observations(rows) if self.stack == 1 else self._stacks(index)),
             "actions": masked(self.store.actions[rows]),
             "rewards": masked(self.store.rewards[rows]),
             "returns_to_go": masked(self.returns_to_go[rows]),
             "timesteps": masked(self.timesteps[rows]),
             "mask": real.float(),
         }
+
+    def _stacks(self, index: Tensor) -> Tensor:  # -> (seeds, batch, length, stack, height, width), a view
+        """Each frame is fetched once, though it is in several stacks. Blank before the episode's first."""
+        wanted = index[..., None] + self.before - self.padding[index][..., None]
+        first = self.first[self.store.episode_ids[index]][..., None]
+        frames = self.store.observations(torch.maximum(wanted, first)) * (wanted >= first)[..., None, None]
+        return frames.unfold(2, self.stack, 1).movedim(-1, 3)
 
 
 class FrameStacks:

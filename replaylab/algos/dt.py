@@ -1,0 +1,331 @@
+"""Decision Transformer: predict the logged action from the history and the return that was still to come.
+
+A transformer reads the last K steps as return-to-go, state, action tokens and answers each state with an action.
+Trained on all episodes, good and bad, it acts by being asked for a high return; each reward received is taken off
+what is asked. `condition none` leaves the returns out: cloning with a memory. One system for vectors and for Atari
+frames, which are stacked on the device; presets `gym` (the defaults), `atari` and `pong` carry the paper's numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from replaylab.algos import Normalizer, Phase, Spaces
+from replaylab.config import knob
+from replaylab.data.episodes import Episodes
+from replaylab.data.sample import Store, Windows
+from replaylab.errors import UsageError
+from replaylab.models.gpt import STYLES, DecisionTransformer, Shape
+from replaylab.models.mlp import ACTIVATIONS, generators
+
+
+@dataclass
+class Config:
+    """Decision Transformer."""
+
+    steps: int = knob(100_000, "updates")
+    batch_size: int = knob(64, "windows a batch")
+    context: int = knob(20, "steps in a window, K")
+    condition: str = knob("return", "return: ask for a return; none: clone with a memory", ("return", "none"))
+    mode: str = knob("normal", "delayed: the whole return is paid at the end of an episode", ("normal", "delayed"))
+    rtg_scale: float | None = knob(None, "divides returns; default: the environment's, else the data's largest")
+    target: float | None = knob(None, "return to ask for; default: the environment's, else the data's best")
+    top_fraction: float = knob(1.0, "learn only from the best episodes, up to this fraction of the rows")
+    normalize: bool = knob(True, "standardise vectors with the data's mean and deviation")
+    width: int = knob(128, "of a token")
+    layers: int = knob(3, "transformer blocks")
+    heads: int = knob(1, "of attention")
+    activation: str = knob("relu", "in the blocks", ACTIVATIONS)
+    dropout: float = knob(0.1, "of embeddings, attention and residuals")
+    style: str = knob("norm", "how tokens are embedded: norm as in the Gym half, tanh as in the Atari half", STYLES)
+    max_timestep: int = knob(1000, "rows of the timestep table; later steps share the last one")
+    ahead: float = knob(0.0, "weight of a loss on predicting the next observation and return; 0: no such heads")
+    lr: float = knob(1e-4, "AdamW's learning rate")
+    betas: list[float] = knob([0.9, 0.999], "AdamW's two decay rates")
+    weight_decay: float = knob(1e-4, "decoupled weight decay")
+    decay_on: str = knob("all", "what decays: all, or weights of matrices and convolutions only", ("all", "weights"))
+    clip: float = knob(0.25, "largest norm of a seed's gradient; 0: no limit")
+    warmup_steps: int = knob(10_000, "updates over which the learning rate rises")
+    warmup_tokens: int = knob(0, "the same counted in predicted actions; used when above 0")
+    lr_decay: bool = knob(False, "after the warm-up let it fall along a cosine, to a tenth")
+    final_tokens: int = knob(0, "predicted actions at which the cosine would be 0; 0: 6/5 of the run's")
+    temperature: float = knob(0.0, "of discrete actions drawn at random; 0: the most likely one")
+    top_k: int = knob(0, "draw among the k most likely actions only; 0: all")
+    precision: str = knob("fp32", "of the forward pass in training (fp32 is TF32 on CUDA)", ("fp32", "bf16"))
+
+
+_ATARI = {
+    "steps": 20_000, "batch_size": 128, "context": 30, "layers": 6, "heads": 8, "activation": "gelu", "style": "tanh",
+    "max_timestep": 4096, "lr": 6e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "decay_on": "weights", "clip": 1.0,
+    "warmup_tokens": 10_240, "lr_decay": True, "temperature": 1.0,
+}  # fmt: skip
+PRESETS: dict[str, dict[str, Any]] = {
+    "gym": {},  # the defaults
+    "atari": _ATARI,  # 5 epochs of 500,000 rows
+    "pong": _ATARI | {"steps": 5_000, "batch_size": 512, "context": 50},
+    "debug": {
+        "steps": 100, "batch_size": 16, "context": 5, "width": 32, "layers": 1, "lr": 1e-3, "warmup_steps": 20,
+        "eval_every": -1, "final_episodes": 2,
+    },
+}  # fmt: skip
+
+# family -> divisor of returns, and the return to ask for. Gym: the original; Atari: its paper, in clipped rewards (its
+# code asks for 14,000 and 1,150 of Qbert and Seaquest); the others: CORL.
+TARGETS: dict[str, tuple[float, float]] = {
+    "hopper": (1000, 3600), "halfcheetah": (1000, 12000), "walker2d": (1000, 5000), "reacher2d": (10, 76),
+    "breakout": (1, 90), "qbert": (1, 2500), "pong": (1, 20), "seaquest": (1, 1450),
+    "maze2d": (1, 280), "antmaze": (1, 1), "pointmaze": (1, 1),
+    "pen": (1, 3100), "door": (1, 2900), "hammer": (1, 12800), "relocate": (1, 4300),
+}  # fmt: skip
+
+
+def scale_and_target(env_id: str | None, returns: np.ndarray) -> tuple[float, float]:
+    """From the table; what it does not know comes from the data."""
+    words = [w.removeprefix("adroithand") for w in re.split(r"[/_:-]", (env_id or "").lower())]
+    for word in words:
+        if word in TARGETS:
+            return TARGETS[word]
+    return (1.0 if words[0] == "atari" else float(np.abs(returns).max()) or 1.0), float(returns.max())
+
+
+def delayed(episodes: Episodes) -> Episodes:
+    """Each episode's rewards paid together on its last row."""
+    rewards = np.zeros_like(episodes.rewards)
+    rewards[episodes.last_rows] = episodes.returns
+    return replace(episodes, rewards=rewards)
+
+
+def masked_mean(error: Tensor, mask: Tensor) -> Tensor:  # (seeds, batch, steps) twice -> (seeds,)
+    return (error * mask).sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+    """Scale each seed's gradient down to the limit; the norms before, (seeds,). Nothing is read back to the host."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = torch.linalg.vector_norm(torch.cat([g.flatten(1) for g in gradients], 1), dim=1)
+    if limit > 0:
+        factor = (limit / (norms + 1e-6)).clamp(max=1.0)
+        if len(norms) == 1:
+            torch._foreach_mul_(gradients, factor[0])
+        else:
+            for gradient in gradients:
+                gradient.mul_(factor.view(-1, *[1] * (gradient.ndim - 1)))
+    return norms
+
+
+class Context:
+    """What each environment of a batch has shown: its last K steps, newest last, and the return still asked for."""
+
+    def __init__(self, agent: Agent, batch: int, targets: Tensor):  # targets: (batch,) in the data's units
+        self.agent, config = agent, agent.config
+        shape = (len(agent.seeds), batch, config.context)
+        action = () if agent.discrete else (agent.shape.actions,)
+        kind = torch.int64 if agent.discrete else torch.float32
+        self.states = torch.zeros(*shape, config.width, device=agent.device)  # encoded once, when they are seen
+        self.actions = torch.zeros((*shape, *action), dtype=kind, device=agent.device)
+        self.returns = torch.zeros(shape, device=agent.device)
+        self.timesteps = torch.zeros(shape, dtype=torch.int64, device=agent.device)
+        self.mask = torch.zeros(shape, device=agent.device)
+        self.start = (targets / agent.rtg_scale).expand(shape[:2])
+        self.asked = self.start.clone()  # (seeds, batch)
+        self.time = torch.zeros(shape[:2], dtype=torch.int64, device=agent.device)
+
+    def push(self, states: Tensor) -> None:
+        """A new step, whose action is not known yet, takes the last place; the oldest one goes."""
+        new = {"states": states, "returns": self.asked, "timesteps": self.time, "mask": 1.0, "actions": 0}
+        for name, value in new.items():
+            slots = getattr(self, name)
+            slots[:, :, :-1] = slots[:, :, 1:].clone()
+            slots[:, :, -1] = value
+        self.time += 1
+
+    def receive(self, rewards: Tensor) -> None:
+        """Rewards of the last step, (seeds, batch): so much less is asked for. Clipped if those of the data were."""
+        if self.agent.config.mode == "normal":
+            rewards = torch.where(self.agent.clipped > 0, rewards.clamp(-1, 1), rewards)
+            self.asked -= rewards / self.agent.rtg_scale
+
+    def reset(self, which: Tensor) -> None:
+        """A new episode begins in these environments: (seeds, batch) booleans."""
+        self.mask[which], self.time[which] = 0.0, 0
+        self.asked[which] = self.start[which]
+
+
+class Agent(nn.Module):
+    done: Tensor
+    center: Tensor
+    span: Tensor
+    rtg_scale: Tensor
+    target: Tensor
+    clipped: Tensor
+    returns_range: Tensor
+
+    def __init__(self, config: Config, spaces: Spaces, seeds: Sequence[int], device: torch.device):
+        super().__init__()
+        seen = tuple(spaces.seen)
+        self.pixels = len(seen) == 3
+        if len(seen) != 1 and (len(seen) != 3 or seen[1:] != (84, 84) or spaces.observation_dtype != "uint8"):
+            raise UsageError(f"dt takes vectors or stacks of 84 x 84 byte frames, not {spaces.observation_dtype}{seen}")
+        if config.width % config.heads or config.context < 1:
+            raise UsageError("width must be a multiple of heads, and context at least 1")
+        if self.pixels and config.ahead:
+            raise UsageError("ahead predicts vectors, not frames: leave it at 0")
+        self.config, self.seeds, self.device, self.discrete = config, list(seeds), device, spaces.discrete
+        self.shape = Shape(
+            seen, spaces.action_dim, spaces.discrete, config.context, config.width, config.layers, config.heads,
+            config.activation, config.dropout, config.style, config.max_timestep, config.condition == "return",
+            config.ahead > 0,
+        )  # fmt: skip
+        self.stack = spaces.frame_stack
+        self.normalizer = Normalizer([] if self.pixels else seen)
+        self.model = DecisionTransformer(generators(seeds), self.shape)
+        if not self.discrete:
+            low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
+            self.register_buffer("center", (high + low) / 2)
+            self.register_buffer("span", (high - low) / 2)
+        # facts of the data that acting needs, kept with the weights
+        self.register_buffer("rtg_scale", torch.ones(()))
+        self.register_buffer("target", torch.zeros(()))
+        self.register_buffer("clipped", torch.zeros(()))  # 1: the data's rewards are clipped to [-1, 1]
+        self.register_buffer("returns_range", torch.zeros(2))
+        self.register_buffer("done", torch.zeros(()))  # updates so far
+        self.to(device)
+        self.optimizers = {"model": self._optimizer()}
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        config = self.config
+        decayed = {id(p) for p in self.model.decayed()}
+        groups: list[dict[str, Any]] = [{"params": list(self.model.parameters())}]
+        if config.decay_on == "weights":
+            parameters = groups[0]["params"]
+            groups = [
+                {"params": [p for p in parameters if id(p) in decayed]},
+                {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
+            ]
+        for group in groups:
+            group["lr"] = torch.tensor(config.lr, device=self.device)
+        return torch.optim.AdamW(
+            groups,
+            betas=(config.betas[0], config.betas[1]),
+            weight_decay=config.weight_decay,
+            fused=True,
+            capturable=self.device.type == "cuda",
+        )
+
+    # --- learning
+
+    def phases(self, episodes: Episodes) -> list[Phase]:
+        config = self.config
+        if config.normalize and not self.pixels:
+            self.normalizer.fit(episodes)  # from all episodes, whatever is learnt from
+        scale, target = scale_and_target(episodes.env_id, episodes.returns)
+        self.rtg_scale.fill_(config.rtg_scale or scale)
+        self.target.fill_(target if config.target is None else config.target)
+        self.clipped.fill_(bool(episodes.meta.get("reward_clipping")))
+        self.returns_range.copy_(torch.tensor([episodes.returns.min(), episodes.returns.max()]))
+        episodes = delayed(episodes) if config.mode == "delayed" else episodes
+        store = Store(episodes.top_fraction(config.top_fraction), self.device)
+        windows = Windows(store, self.seeds, config.batch_size, config.context, stack=self.stack)
+        return [Phase("imitate", config.steps, windows, self.update)]
+
+    def rate(self) -> Tensor:
+        """What the learning rate is multiplied with in the update that follows `done` ones."""
+        config = self.config
+        labels = config.batch_size * config.context  # predicted actions an update
+        warm = config.warmup_tokens / labels if config.warmup_tokens else config.warmup_steps
+        done = self.done + 1
+        rate = (done / max(warm, 1)).clamp(max=1.0)
+        if config.lr_decay:
+            final = config.final_tokens / labels if config.final_tokens else 1.2 * config.steps
+            along = ((done - warm) / max(final - warm, 1)).clamp(0, 1)
+            rate = rate * (0.5 * (1 + torch.cos(math.pi * along))).clamp(min=0.1)
+        return rate
+
+    def hidden(self, batch: dict[str, Tensor]) -> Tensor:  # (seeds, batch, context, tokens a step, width)
+        states = self.model.encode(self._prepare(batch["observations"]))
+        returns = batch["returns_to_go"] / self.rtg_scale
+        return self.model(states, batch["actions"], returns, batch["timesteps"], batch["mask"])
+
+    def _prepare(self, observations: Tensor) -> Tensor:
+        return observations if self.pixels else self.normalizer(observations)
+
+    def predict(self, hidden: Tensor) -> Tensor:  # (seeds, ..., width) at state tokens -> actions, or logits
+        output = self.model.head(hidden.flatten(1, -2)).view(*hidden.shape[:-1], -1).float()
+        return output if self.discrete else self.center + self.span * torch.tanh(output)
+
+    def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:  # (seeds,) each
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            hidden = self.hidden(batch)
+            predicted = self.predict(hidden[..., -2, :])
+        if self.discrete:
+            flat = nn.functional.cross_entropy(predicted.flatten(0, 2), batch["actions"].flatten(), reduction="none")
+            error = flat.view_as(batch["mask"])
+        else:
+            error = (predicted - batch["actions"]).square().mean(-1)
+        found = {"loss": masked_mean(error, batch["mask"])}
+        if self.config.ahead:
+            found["ahead"] = self._ahead(hidden[:, :, :-1, -1].float(), batch)
+        return found
+
+    def _ahead(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """Error of the next (normalised) observation and the next return-to-go, told from the action tokens. Padding
+        stands on the left, so within a window a real step is followed by a real one."""
+        flat, mask = hidden.flatten(1, 2), batch["mask"][:, :, :-1]
+        state = self.model.next_state(flat).view(*mask.shape, -1) - self._prepare(batch["observations"])[:, :, 1:]
+        togo = self.model.next_return(flat).view(mask.shape) - (batch["returns_to_go"] / self.rtg_scale)[:, :, 1:]
+        return masked_mean(state.square().mean(-1) + togo.square(), mask)
+
+    def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        optimizer, rate = self.optimizers["model"], self.rate()
+        for group in optimizer.param_groups:
+            group["lr"].copy_(self.config.lr * rate)
+        self.done += 1
+        optimizer.zero_grad(set_to_none=True)
+        found = self.loss(batch)
+        total = found["loss"] + self.config.ahead * found["ahead"] if self.config.ahead else found["loss"]
+        total.sum().backward()
+        norms = clip_gradients(list(self.model.parameters()), self.config.clip)
+        optimizer.step()
+        return {name: value.detach() for name, value in found.items()} | {"grad_norm": norms}
+
+    # --- acting
+
+    @property
+    def targets(self) -> list[float]:
+        """What an evaluation asks for when it is not told."""
+        return [round(float(self.target), 4)] if self.config.condition == "return" else []
+
+    def begin(self, batch: int, targets: Sequence[float] = ()) -> Context:
+        """The state before an episode's first step. Several targets share the batch in equal parts, in order."""
+        if targets and self.config.condition == "none":
+            raise UsageError("this dt was trained with `condition none`: it takes no target")
+        asked = torch.tensor(list(targets or self.targets or [0.0]), device=self.device)
+        return Context(self, batch, asked.repeat_interleave(batch // len(asked)))
+
+    @torch.no_grad()
+    def act(self, observations: Tensor, state: Context | None = None) -> tuple[Tensor, Context]:
+        """(seeds, environments, ...) -> actions. Tell the state the rewards with `state.receive` in between."""
+        context = state or self.begin(observations.shape[1])
+        context.push(self.model.encode(self._prepare(observations)))
+        hidden = self.model(context.states, context.actions, context.returns, context.timesteps, context.mask)
+        predicted = self.predict(hidden[:, :, -1, -2])
+        chosen = self._choose(predicted) if self.discrete else predicted
+        context.actions[:, :, -1] = chosen
+        return chosen, context
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        if self.config.temperature == 0:
+            return logits.argmax(-1)
+        if 0 < self.config.top_k < logits.shape[-1]:
+            least = logits.topk(self.config.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        gumbel = -torch.empty_like(logits).exponential_().log()  # the largest of logit + Gumbel noise is a draw
+        return (logits / self.config.temperature + gumbel).argmax(-1)

@@ -1,0 +1,385 @@
+"""Fit a density model to logged data, keep it in a folder, score other data with it.
+
+    model = fit("hopper-medium", "realnvp", out="D")       # D/density.json, D/weights.safetensors, D/report.html
+    result = score("D", "hopper-ood-1.4")                  # share below the threshold; AUROC where rows are labelled
+
+Episodes are split 80/10/10 at random: the first part trains, the second chooses the best weights and the thresholds,
+the third is shifted on purpose (`data.damage.corrupt`) to see whether the model tells. Whole episodes, because
+the rows of one are near copies of each other: with a split by rows the model has all but seen its validation
+rows, and the threshold would flag far more of the new data than it says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylab import charts
+from replaylab.algos import Phase
+from replaylab.data.damage import corrupt
+from replaylab.data.episodes import Episodes
+from replaylab.data.read import load as load_data
+from replaylab.data.sample import BLOCK, draw
+from replaylab.errors import DataError, UsageError
+from replaylab.evaluate import pick_device
+from replaylab.models.density import INPUTS, KINDS, Density, make
+from replaylab.models.density.detect import auroc, binned, detection
+from replaylab.page import Html, facts, grid, number, page, table, write_page
+from replaylab.progress import Progress
+from replaylab.step import Stepper
+from replaylab.tensors import load_tensors, save_tensors
+
+__all__ = ["auroc", "columns", "detection", "evaluate", "fit", "load", "save", "score", "split", "train"]
+
+Data = Episodes | str | Path | Sequence[str | Path]
+
+DISTANCES = {"hopper": [1.0, 1.2, 1.4, 1.6, 1.8], "halfcheetah": [0.4, 0.6, 0.8, 1.0], "walker2d": [0.4, 0.6, 0.8, 1.0]}
+STEPS = {"realnvp": 20_000, "vae": 20_000, "kde": 0, "diffusion": 30_000, "neuralode": 10_000}
+CHECKS = 20  # looks at the validation rows during training
+JUDGES = 8192  # validation rows that choose the best weights
+
+
+# --- rows
+
+
+def columns(episodes: Episodes, inputs: str) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, dim) float32 that a model looks at, and which rows of the log they are: those whose successor the log
+    does not tell are left out where it is looked at."""
+    if inputs not in INPUTS:
+        raise UsageError(f"inputs must be one of {', '.join(INPUTS)}, not '{inputs}'")
+    for name, column in (("observations", episodes.observations), ("actions", episodes.actions)):
+        if column.ndim != 2 or column.dtype.kind != "f":
+            raise UsageError(f"a density needs vectors of real numbers; {name} are {column.dtype} {column.shape[1:]}")
+    known = np.ones(len(episodes), bool)
+    known[episodes.last_rows] = episodes.final_known | (inputs == "sa")
+    rows = np.flatnonzero(known)
+    parts = [] if inputs == "nsa" else [episodes.observations[rows]]
+    if inputs == "nsa":
+        parts.append(episodes.next_observations(rows))
+    parts.append(episodes.actions[rows])
+    if inputs == "sas":
+        parts.append(episodes.next_observations(rows))
+    found = np.concatenate(parts, 1).astype(np.float32)
+    if not np.isfinite(found).all():
+        raise DataError("the data holds NaN or infinity: see `replaylab data info`; clean the log first")
+    return found, rows
+
+
+def split(episodes: Episodes, seed: int = 0) -> list[np.ndarray]:
+    """Episode ids of the training, validation and test parts: 80, 10 and 10 %."""
+    count = episodes.num_episodes
+    if count < 10:
+        raise UsageError(f"a density model needs 10 episodes to hold some out, the data has {count}")
+    order = np.random.default_rng([seed, 80]).permutation(count)
+    held = max(1, count // 10)
+    return [np.sort(part) for part in (order[2 * held :], order[:held], order[held : 2 * held])]
+
+
+# --- fitting
+
+
+class Rows:
+    """Training rows on the device, drawn as `data.sample` draws: a function of (seed, step)."""
+
+    resident = True
+
+    def __init__(self, rows: Tensor, batch_size: int, seed: int):
+        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+
+    def draw(self, start: int, steps: int) -> np.ndarray:
+        return draw(len(self.rows), (self.batch_size,), self.seed, 0, start, steps)
+
+    def gather(self, index: Tensor) -> dict[str, Tensor]:
+        return {"x": self.rows[index]}
+
+
+class Descent:
+    """Adam on `model.loss`, its rate falling to zero along a cosine; one call a batch, nothing read back."""
+
+    def __init__(self, model: Density, steps: int, lr: float):
+        self.model, self.steps, self.lr = model, steps, lr
+        self.parameters = list(model.parameters())
+        device = self.parameters[0].device
+        self.done = torch.zeros((), device=device)
+        rate = torch.tensor(lr, device=device)
+        self.optimizer = torch.optim.Adam(self.parameters, lr=rate, fused=True, capturable=device.type == "cuda")
+
+    def __call__(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        cosine = torch.cos(math.pi * self.done / self.steps)
+        self.optimizer.param_groups[0]["lr"].copy_(self.lr * (1 + cosine) / 2)
+        self.done += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.model.loss(batch["x"])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 10.0)  # a rare row must not undo the rest
+        self.optimizer.step()
+        return {"loss": loss.detach()}
+
+
+def train(
+    model: Density, x: Tensor, validation: Tensor, steps: int, batch_size: int, lr: float, seed: int
+) -> list[dict[str, float]]:
+    """Standardise, descend, keep the weights that give the validation rows the highest likelihood, calibrate."""
+    model.standardise(x)
+    with torch.no_grad():
+        model.fit(x, validation)
+    curve: list[dict[str, float]] = []
+    if model.needs_steps:
+        devices = [x.device] if x.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            _descend(model, Rows(x, batch_size, seed), validation[:JUDGES], steps, lr, curve)
+    model.calibrate(validation)
+    return curve
+
+
+def _descend(model: Density, rows: Rows, judges: Tensor, steps: int, lr: float, curve: list[dict[str, float]]) -> None:
+    stepper = Stepper(Phase("density", steps, rows, Descent(model, steps, lr)), judges.device)
+    best, kept = -math.inf, {k: v.clone() for k, v in model.state_dict().items()}
+    bar, done, every = Progress("density", steps), 0, min(BLOCK, max(1, steps // CHECKS))
+    while done < steps:
+        count = min(every, steps - done)
+        stepper.run(done, count)
+        done += count
+        loss = float(np.mean(stepper.read()["loss"]))
+        with torch.no_grad():
+            likelihood = model.log_prob(judges).mean().item()
+        if not math.isfinite(loss):
+            raise DataError(f"the density's loss is not a number after {done} steps: try a smaller --lr")
+        curve.append({"step": done, "loss": loss, "validation": likelihood})
+        bar.update(done, loss=loss, validation=likelihood)
+        if likelihood > best:
+            best, kept = likelihood, {k: v.clone() for k, v in model.state_dict().items()}
+    bar.close()
+    model.load_state_dict(kept)
+
+
+def fit(
+    data: Data,
+    kind: str = "realnvp",
+    out: str | Path | None = None,
+    *,
+    inputs: str = "nsa",
+    steps: int | None = None,
+    batch_size: int = 512,
+    lr: float = 1e-3,
+    seed: int = 0,
+    percentile: float = 1.0,
+    distances: Sequence[float] | None = None,
+    device: str = "auto",
+    overwrite: bool = False,
+    data_options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Density:
+    """A density model of the data; with `out` also a folder that `score` and GORMPO read.
+
+    `settings` are the kind's own, such as couplings=8. What was found is in `model.report`.
+    """
+    if kind not in KINDS:
+        make(kind, 2)  # says what is known
+    if out is not None and Path(out).exists() and not (overwrite and (Path(out) / "density.json").exists()):
+        raise UsageError(f"{out} exists already: choose another --out, or pass --overwrite for a density folder")
+    episodes = data if isinstance(data, Episodes) else load_data(data, **(data_options or {}))
+    place = pick_device(device)
+    if place.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32; the kernel density asks for more where it matters
+    began = time.monotonic()
+    parts = [episodes.select(ids) for ids in split(episodes, seed)]
+    order = np.random.default_rng([seed, 81])  # shuffled, so that a first so-many is a fair sample
+    x, validation = (torch.tensor(order.permutation(columns(p, inputs)[0]), device=place) for p in parts[:2])
+    steps = STEPS[kind] if steps is None else steps
+    model = make(kind, x.shape[1], seed, **settings).to(place)
+    curve = train(model, x, validation, steps, batch_size, lr, seed)
+    model.report = {
+        "kind": kind,
+        "inputs": inputs,
+        "observation_dim": episodes.observations.shape[1],
+        "action_dim": episodes.actions.shape[1],
+        "settings": settings,
+        "seed": seed,
+        "steps": steps if model.needs_steps else 0,
+        "batch_size": batch_size,
+        "lr": lr,
+        "percentile": percentile,
+        "threshold": model.threshold(percentile),
+        "rows": [len(columns(p, inputs)[1]) for p in parts],
+        "episodes": [p.num_episodes for p in parts],
+        "env_id": episodes.env_id,
+        "curve": curve,
+        "validation": model.log_prob(validation).mean().item(),
+    }
+    model.report["tests"] = _tests(model, parts[2], distances or default_distances(episodes))
+    model.report["seconds"] = round(time.monotonic() - began, 2)
+    if out is not None:
+        save(model, out)
+    return model
+
+
+def default_distances(episodes: Episodes) -> list[float]:
+    """GORMPO's for its environments; elsewhere half and one of the observations' typical deviation."""
+    for word in re.split(r"[-_/]", (episodes.env_id or "").lower()):
+        if word in DISTANCES:
+            return DISTANCES[word]
+    typical = float(np.median(episodes.observation_stats()[1]))
+    return [round(0.5 * typical, 6), round(typical, 6)]
+
+
+def _tests(model: Density, held_out: Episodes, distances: Sequence[float]) -> list[dict[str, Any]]:
+    """Held-out episodes against the same ones shifted."""
+    found: list[dict[str, Any]] = []
+    for distance in distances:
+        test = corrupt(held_out, distance, episodes_count=min(10, held_out.num_episodes))
+        log_prob, rows = evaluate(model, test)
+        labels, threshold = test.extras["ood"][rows], model.report["threshold"]
+        histogram = binned(log_prob, labels, threshold)
+        found.append({"distance": distance, **detection(log_prob, labels, threshold), "histogram": histogram})
+    last = found[-1]
+    if last["auroc"] < 0.6:
+        warnings.warn(
+            f"this {model.report['kind']} hardly tells shifted rows from real ones (AUROC {last['auroc']:.2f} at "
+            f"distance {last['distance']}): a penalty from it would mean little",
+            stacklevel=3,
+        )
+    return found
+
+
+def evaluate(model: Density, episodes: Episodes) -> tuple[np.ndarray, np.ndarray]:
+    """log_prob of a log, and the rows it is of."""
+    report = model.report
+    wanted, given = (
+        (report["observation_dim"], report["action_dim"]),
+        (math.prod(episodes.observations.shape[1:]), episodes.actions.shape[1] if episodes.actions.ndim == 2 else 1),
+    )
+    if wanted != given:
+        raise DataError(
+            f"the density was fitted on {wanted[0]} observation and {wanted[1]} action columns, "
+            f"the data has {given[0]} and {given[1]}"
+        )
+    x, rows = columns(episodes, report["inputs"])
+    with torch.no_grad():
+        return model.log_prob(torch.tensor(x, device=model.mean.device)).double().cpu().numpy(), rows
+
+
+# --- folders
+
+
+def save(model: Density, out: str | Path) -> Path:
+    """Write the folder under another name first: what has the name is whole."""
+    out = Path(out)
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        save_tensors(part / "weights.safetensors", model.state_dict())
+        (part / "density.json").write_text(json.dumps(model.report, indent=1))
+        write_page(part / "report.html", _fit_page(model.report))
+        shutil.rmtree(out, ignore_errors=True)
+        os.rename(part, out)
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error}") from error
+    return out
+
+
+def load(folder: str | Path, device: str = "auto") -> Density:
+    """The model of a folder that `fit` wrote."""
+    folder = Path(folder)
+    try:
+        report = json.loads((folder / "density.json").read_text())
+        width = report["observation_dim"] * (2 if report["inputs"] == "sas" else 1) + report["action_dim"]
+        model = make(report["kind"], width, **report["settings"])
+        model.load_state_dict(load_tensors(folder / "weights.safetensors"))
+    except OSError as error:
+        raise UsageError(f"{folder} is not a density folder: {error}") from error
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DataError(f"{folder} does not hold a readable density model: {error}") from error
+    model.report = report
+    return model.to(pick_device(device)).requires_grad_(False)
+
+
+def score(
+    folder: str | Path,
+    data: Data,
+    *,
+    percentile: float | None = None,
+    out: str | Path | None = None,
+    device: str = "auto",
+    data_options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """How likely the data is under the model, and with `extras["ood"]` labels how well it tells them. `out`: a page."""
+    model = load(folder, device)
+    episodes = data if isinstance(data, Episodes) else load_data(data, **(data_options or {}))
+    log_prob, rows = evaluate(model, episodes)
+    percentile = model.report["percentile"] if percentile is None else percentile
+    threshold = model.threshold(percentile)
+    result: dict[str, Any] = {
+        "kind": model.report["kind"],
+        "inputs": model.report["inputs"],
+        "rows": len(rows),
+        "percentile": percentile,
+        "threshold": threshold,
+        "flagged": float((log_prob < threshold).mean()),
+        "mean": float(log_prob.mean()),
+        "quantiles": {str(p): float(np.percentile(log_prob, p)) for p in (1, 5, 25, 50, 75, 95, 99)},
+    }
+    labels = episodes.extras["ood"][rows].astype(bool) if "ood" in episodes.extras else None
+    if labels is not None and labels.any() and not labels.all():
+        result |= detection(log_prob, labels, threshold)
+    result["histogram"] = binned(log_prob, labels, threshold)
+    if out is not None:
+        title = f"{result['kind']} density on {episodes.env_id or 'data'}"
+        write_page(out, page(title, f"{len(rows):,} rows", [("Likelihood", _summary(result))]))
+    return result
+
+
+# --- pages
+
+
+def _picture(title: str, result: dict[str, Any], threshold: float) -> Html:
+    edges, shares = np.array(result["histogram"]["edges"]), result["histogram"]["shares"]
+    middle, top = (edges[1:] + edges[:-1]) / 2, max(map(max, shares.values()))
+    series = [charts.Series(name, middle, np.array(share), style=i) for i, (name, share) in enumerate(shares.items())]
+    series.append(charts.Series("threshold", np.full(2, threshold), np.array([0.0, top]), style=7))
+    caption = "What lies further left is counted in the leftmost bin."
+    return charts.lines(title, series, x_label="log-density (nats)", y_label="share of rows", caption=caption)
+
+
+def _summary(result: dict[str, Any]) -> Html:
+    pairs = [("rows", f"{result['rows']:,}"), ("mean log-density", number(result["mean"]))]
+    pairs += [("threshold", f"{number(result['threshold'])} ({result['percentile']} % of validation rows lie below)")]
+    pairs += [("rows below it", f"{100 * result['flagged']:.1f} %")]
+    names = {"auroc": "AUROC", "tpr": "shifted rows found", "tnr": "real rows left alone", "accuracy": "accuracy"}
+    pairs += [(name, f"{result[key]:.3f}") for key, name in names.items() if key in result]
+    return Html(facts(pairs) + grid([_picture("Log-density of the rows", result, result["threshold"])]))
+
+
+def _fit_page(report: dict[str, Any]) -> Html:
+    tests, threshold = report["tests"], report["threshold"]
+    pairs = [("kind", report["kind"]), ("inputs", report["inputs"]), ("seconds", number(report["seconds"]))]
+    pairs += [("rows (train, validation, test)", " / ".join(f"{n:,}" for n in report["rows"]))]
+    pairs += [("mean log-density of validation rows", number(report["validation"]))]
+    pairs += [("threshold", f"{number(threshold)} ({report['percentile']} % of validation rows lie below)")]
+    head = ["distance", "AUROC", "shifted rows found", "real rows left alone", "accuracy"]
+    lines = [[t["distance"], *(f"{t[k]:.3f}" for k in ("auroc", "tpr", "tnr", "accuracy"))] for t in tests]
+    pictures = [_picture(f"Shifted by {t['distance']}", t, threshold) for t in tests]
+    sections = [
+        ("Model", facts(pairs)),
+        ("Held-out episodes, real and shifted", Html(table(head, lines) + grid(pictures))),
+    ]
+    if report["curve"]:
+        step = np.array([c["step"] for c in report["curve"]], float)
+        curves = [charts.Series("validation", step, np.array([-c["validation"] for c in report["curve"]]), style=0)]
+        picture = charts.lines("Training", curves, x_label="step", y_label="minus mean log-density")
+        sections.append(("Training", grid([picture])))
+    return page(f"{report['kind']} density of {report['env_id'] or 'data'}", "replaylab density fit", sections)

@@ -1,0 +1,37 @@
+"""How well scores tell shifted rows from real ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+
+def auroc(scores: Any, labels: Any) -> float:
+    """The probability that a random row labelled true scores above a random one labelled false, ties half."""
+    scores, labels = np.asarray(scores, np.float64), np.asarray(labels, bool)
+    positives, negatives = int(labels.sum()), int((~labels).sum())
+    if not positives or not negatives:
+        return math.nan
+    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = np.cumsum(counts) - (counts - 1) / 2  # from 1; equals share the mean of theirs
+    return float((ranks[place][labels].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+
+
+def detection(log_prob: np.ndarray, labels: np.ndarray, threshold: float) -> dict[str, float]:
+    """AUROC, and at the threshold: share of shifted rows found, share of real rows left alone, share right of all."""
+    flagged, labels = log_prob < threshold, np.asarray(labels, bool)
+    found, kept = flagged[labels].mean(), (~flagged[~labels]).mean()
+    accuracy = (flagged == labels).mean()
+    return {"auroc": auroc(-log_prob, labels), "tpr": float(found), "tnr": float(kept), "accuracy": float(accuracy)}
+
+
+def binned(log_prob: np.ndarray, labels: np.ndarray | None, threshold: float, bins: int = 40) -> dict[str, Any]:
+    """Shares of rows by log_prob. What lies far below the threshold is counted in the lowest bin."""
+    high = float(np.percentile(log_prob, 99.9))
+    low = max(float(log_prob.min()), threshold - 3 * max(high - threshold, 1.0))
+    edges = np.linspace(low, max(high, low + 1e-6), bins + 1)
+    groups = {"rows": log_prob} if labels is None else {"real": log_prob[~labels], "shifted": log_prob[labels]}
+    counts = {name: np.histogram(np.clip(v, low, edges[-1]), edges)[0] / max(len(v), 1) for name, v in groups.items()}
+    return {"edges": edges.tolist(), "shares": {name: share.tolist() for name, share in counts.items()}}

@@ -1,0 +1,231 @@
+"""The Decision Transformer: a causal transformer over (return-to-go, state, action) tokens.
+
+Every parameter carries a leading member axis, as in mlp.py: the seeds of a run are members of one stack. A step of an
+episode gives three tokens, R s a (two, s a, without return conditioning), and all of them see only what came before.
+Two styles of token are known:
+
+norm  (the original's Gym half)    embeddings + timestep, then a LayerNorm
+tanh  (the original's Atari half)  tanh of each embedding + timestep + the token's place in the window
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from replaylab.models.mlp import ACTIVATIONS, Linear
+
+Generators = Sequence[torch.Generator]
+STYLES = ("norm", "tanh")
+
+
+@dataclass(frozen=True)
+class Shape:
+    observation: tuple[int, ...]  # (features,), or (stack, 84, 84)
+    actions: int  # dimensions, or how many discrete ones
+    discrete: bool
+    context: int = 20  # steps in a window
+    width: int = 128
+    layers: int = 3
+    heads: int = 1
+    activation: str = "relu"
+    dropout: float = 0.1
+    style: str = "norm"
+    max_timestep: int = 1000
+    returns: bool = True  # has return-to-go tokens
+    ahead: bool = False  # has heads for the next state and the next return
+
+
+def gaussian(weight: Tensor, generators: Generators, std: float) -> None:
+    """Fill (members, ...) with N(0, std), each member from its own generator."""
+    with torch.no_grad():
+        for member, generator in zip(weight, generators, strict=True):
+            member.normal_(0, std, generator=generator)
+
+
+class Table(nn.Module):
+    """An embedding: rows of a (members, rows, width) table."""
+
+    def __init__(self, generators: Generators, rows: int, width: int, std: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(len(generators), rows, width))
+        if std:
+            gaussian(self.weight, generators, std)
+
+    def forward(self, index: Tensor) -> Tensor:  # (members, ...) -> (members, ..., width)
+        members, rows, width = self.weight.shape
+        offset = torch.arange(members, device=index.device).view(-1, *[1] * (index.ndim - 1)) * rows
+        return self.weight.flatten(0, 1).index_select(0, (index + offset).flatten()).view(*index.shape, width)
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, members: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(members, width))
+        self.bias = nn.Parameter(torch.zeros(members, width))
+
+    def forward(self, x: Tensor) -> Tensor:  # (members, tokens, width)
+        if len(self.weight) == 1:  # one fused kernel
+            return F.layer_norm(x, x.shape[-1:], self.weight[0], self.bias[0])
+        return torch.addcmul(self.bias[:, None], F.layer_norm(x, x.shape[-1:]), self.weight[:, None])
+
+
+class Conv(nn.Module):
+    """A convolution a member, one after the other; PyTorch's default initialisation."""
+
+    def __init__(self, generators: Generators, inputs: int, outputs: int, kernel: int, stride: int):
+        super().__init__()
+        self.stride, bound = stride, (inputs * kernel * kernel) ** -0.5
+
+        def draw(*shape: int) -> nn.Parameter:
+            return nn.Parameter(
+                torch.stack([torch.empty(shape).uniform_(-bound, bound, generator=g) for g in generators])
+            )
+
+        self.weight, self.bias = draw(outputs, inputs, kernel, kernel), draw(outputs)
+
+    def forward(self, x: list[Tensor], scale: float = 1.0) -> list[Tensor]:  # one (batch, channels, h, w) a member
+        return [F.conv2d(x[i], w * scale, self.bias[i], self.stride) for i, w in enumerate(self.weight)]
+
+
+class Frames(nn.Module):
+    """pixels.NatureCNN with a member axis and its dense layer: stacks of bytes -> (members, batch, width)."""
+
+    def __init__(self, generators: Generators, stack: int, width: int):
+        super().__init__()
+        sizes = [(stack, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
+        self.convs = nn.ModuleList(Conv(generators, *size) for size in sizes)
+        self.dense = Linear(generators, 64 * 7 * 7, width)
+
+    def forward(self, frames: Tensor) -> Tensor:  # (members, batch, stack, 84, 84) uint8
+        kind = torch.bfloat16 if torch.is_autocast_enabled(frames.device.type) else torch.float32
+        layout = torch.channels_last if frames.is_cuda else torch.contiguous_format  # what tensor cores want
+        x = [member.contiguous(memory_format=layout).to(kind) for member in frames]
+        for i, conv in enumerate(self.convs):
+            x = [torch.relu(y) for y in conv(x, 1 / 255 if i == 0 else 1.0)]  # scaling the weights spares a pass
+        return self.dense(torch.stack([y.flatten(1) for y in x]))
+
+
+class Block(nn.Module):
+    def __init__(self, generators: Generators, shape: Shape):
+        super().__init__()
+        self.heads, self.dropout, self.activation = shape.heads, shape.dropout, ACTIVATIONS[shape.activation]
+        width, members = shape.width, len(generators)
+        self.norm1, self.norm2 = LayerNorm(members, width), LayerNorm(members, width)
+        self.qkv, self.out = Linear(generators, width, 3 * width), Linear(generators, width, width)
+        self.up, self.down = Linear(generators, width, 4 * width), Linear(generators, 4 * width, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # (members, batch * tokens, width), (.., 1, tokens, tokens)
+        tokens, drop = mask.shape[-1], self.dropout if self.training else 0.0
+        qkv = self.qkv(self.norm1(x)).view(-1, tokens, 3, self.heads, x.shape[-1] // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (members * batch, heads, tokens, width / heads) each
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)
+        x = x + F.dropout(self.out(y.transpose(1, 2).reshape(x.shape)), drop)
+        return x + F.dropout(self.down(self.activation(self.up(self.norm2(x)))), drop)
+
+
+class DecisionTransformer(nn.Module):
+    causal: Tensor
+    itself: Tensor
+
+    def __init__(self, generators: Generators, shape: Shape):
+        super().__init__()
+        self.shape, members, width = shape, len(generators), shape.width
+        self.per_step = 3 if shape.returns else 2
+        tokens, squash = self.per_step * shape.context, shape.style == "tanh"
+        pixels = len(shape.observation) == 3
+        if pixels:
+            self.embed_state: nn.Module = Frames(generators, shape.observation[0], width)
+        else:
+            self.embed_state = Linear(generators, shape.observation[0], width)
+        if shape.returns:
+            self.embed_return = Linear(generators, 1, width)
+        if shape.discrete:
+            self.embed_action: nn.Module = Table(generators, shape.actions, width, 0.02 if squash else 1.0)
+        else:
+            self.embed_action = Linear(generators, shape.actions, width)
+        self.embed_timestep = Table(generators, shape.max_timestep, width, 0.0 if squash else 1.0)
+        if squash:
+            self.embed_place = Table(generators, tokens, width, 0.0)
+        else:
+            self.embed_norm = LayerNorm(members, width)
+        self.blocks = nn.ModuleList(Block(generators, shape) for _ in range(shape.layers))
+        self.norm = LayerNorm(members, width)
+        self.head = Linear(generators, width, shape.actions)
+        if shape.ahead:
+            self.next_state = Linear(generators, width, shape.observation[0])
+            self.next_return = Linear(generators, width, 1)
+        self._initialise(generators)
+        self.register_buffer("causal", torch.ones(tokens, tokens, dtype=torch.bool).tril(), persistent=False)
+        self.register_buffer("itself", torch.eye(tokens, dtype=torch.bool), persistent=False)
+
+    def _initialise(self, generators: Generators) -> None:
+        """N(0, 0.02) and zero biases in the blocks; in the tanh style in the head too. The rest as PyTorch does."""
+        parts = [*self.blocks.modules(), *([self.head] if self.shape.style == "tanh" else [])]
+        for layer in parts:
+            if isinstance(layer, Linear):
+                gaussian(layer.weight, generators, 0.02)
+                nn.init.zeros_(layer.bias)
+
+    def decayed(self) -> list[nn.Parameter]:
+        """The weights of matrices and convolutions: no biases, norms or tables."""
+        return [m.weight for m in self.modules() if isinstance(m, Linear | Conv)]
+
+    def encode(self, observations: Tensor) -> Tensor:  # (members, batch..., observation) -> (members, batch..., width)
+        inner = observations.shape[1 : -len(self.shape.observation)]
+        states = self.embed_state(observations.reshape(len(observations), -1, *self.shape.observation))
+        states = torch.tanh(states) if self.shape.style == "tanh" else states
+        return states.view(len(observations), *inner, -1)
+
+    def forward(
+        self,
+        states: Tensor,  # (members, batch, context, width), from `encode`
+        actions: Tensor,  # (members, batch, context, dims), or (members, batch, context) integers
+        returns: Tensor,  # (members, batch, context), scaled
+        timesteps: Tensor,  # (members, batch, context) integers
+        mask: Tensor,  # (members, batch, context), 1 where a step is real; padding stands on the left
+    ) -> Tensor:
+        """What the transformer makes of each token, (members, batch, context, tokens a step, width): [..., -2, :]
+        knows everything up to the state, [..., -1, :] the action too."""
+        members, batch, steps = mask.shape
+        x = self._tokens(states, actions, returns, timesteps, mask).reshape(members, -1, self.shape.width)
+        if self.shape.style == "norm":
+            x = self.embed_norm(x)
+        x = F.dropout(x, self.shape.dropout, self.training)
+        allowed = self._allowed(mask, x)
+        for block in self.blocks:
+            x = block(x, allowed)
+        return self.norm(x).view(members, batch, steps, self.per_step, -1)
+
+    def _tokens(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor, mask: Tensor) -> Tensor:
+        def flat(layer: nn.Module, x: Tensor) -> Tensor:
+            return layer(x.flatten(1, 2)).view(*mask.shape, -1)
+
+        squash = self.shape.style == "tanh"
+        embedded = [self.embed_action(actions) if self.shape.discrete else flat(self.embed_action, actions)]
+        if self.shape.returns:
+            embedded.insert(0, flat(self.embed_return, returns[..., None]))
+        embedded = [torch.tanh(x) for x in embedded] if squash else embedded
+        embedded.insert(-1, states)  # R s a; `encode` has squashed the states
+        x = torch.stack(torch.broadcast_tensors(*embedded), 3)  # (members, batch, context, tokens a step, width)
+        x = x + self.embed_timestep(timesteps.clamp(max=self.shape.max_timestep - 1))[:, :, :, None]
+        if squash:  # places count from the first real step, as acting does at the start of an episode
+            first = (mask.cumsum(-1).long() - 1).clamp(min=0) * self.per_step
+            x = x + self.embed_place(first[..., None] + torch.arange(self.per_step, device=mask.device))
+        return x
+
+    def _allowed(self, mask: Tensor, x: Tensor) -> Tensor:
+        """(members * batch, 1, tokens, tokens) to add to the scores: 0 where a token may look, else -infinity.
+
+        A token sees real tokens up to itself. A padded one sees itself, so that no row of the softmax is empty.
+        """
+        steps = mask.shape[-1]
+        tokens = steps * self.per_step
+        real = mask.reshape(-1, steps, 1).expand(-1, -1, self.per_step).reshape(-1, 1, 1, tokens) > 0
+        allowed = self.causal[:tokens, :tokens] & (real | self.itself[:tokens, :tokens])
+        kind = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype
+        return torch.zeros(allowed.shape, dtype=kind, device=x.device).masked_fill_(~allowed, float("-inf"))

@@ -1,0 +1,94 @@
+"""Penalties on imagined rewards, r - coefficient * w: pure functions of tensors.
+
+From a density (GORMPO): l is the log-density of an imagined step, tau the threshold, gap = tau - l > 0 where unlikely.
+
+    tanh          max(0, tanh(gap / 10))              from 0 to 1; the default
+    signed-tanh   tanh(gap / 10)                      from -1 to 1: a bonus inside the data
+    linear        clip(gap, 0, Q3 + 1.5 IQR)          quartiles of the gap over the batch, so that no row dominates
+    inverse       1 / (e^-gap + 1e-6) where l < tau   1 at the threshold, rising to a million
+    exponential   e^min(gap, 5) - 1 where l < tau     0 at the threshold, rising to 147
+    softplus      ln(1 + e^-l)                        no threshold
+    indicator     1 where l < tau
+
+From the ensemble of dynamics (MOPO), means and deviations (members, rows, dims):
+
+    aleatoric     largest length of a member's deviations
+    pairwise      largest distance of a member's mean from the members' mean
+    ensemble-std  root of the mean variance between the members' means
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from replaylab.errors import UsageError, nearest
+
+CAP = 5.0  # of the exponential's exponent: beyond, the penalty would drown every reward
+
+
+def linear(log_prob: Tensor, threshold: Tensor | float) -> Tensor:
+    gap = threshold - log_prob
+    low, high = torch.quantile(gap[_spread(gap)], gap.new_tensor([0.25, 0.75]))
+    return torch.minimum(gap, high + 1.5 * (high - low)).clamp(min=0)
+
+
+def _spread(gap: Tensor, most: int = 2**24) -> slice:
+    """torch.quantile takes 16 million values at most: beyond, every n-th."""
+    return slice(None, None, -(-len(gap) // most))
+
+
+def inverse(log_prob: Tensor, threshold: Tensor | float) -> Tensor:
+    """GORMPO adds 1e-6 to e^l itself. In ten dimensions e^l and e^tau are far below that, and the penalty would vanish
+    without a word; here it is 1e-6 of e^tau, which is the same where tau = 0."""
+    return torch.where(log_prob < threshold, 1 / (torch.exp(log_prob - threshold) + 1e-6), 0.0)
+
+
+DENSITY: dict[str, Callable[[Tensor, Tensor | float], Tensor]] = {
+    "tanh": lambda l, tau: torch.tanh(0.1 * (tau - l)).clamp(min=0),  # noqa: E741
+    "signed-tanh": lambda l, tau: torch.tanh(0.1 * (tau - l)),  # noqa: E741
+    "linear": linear,
+    "inverse": inverse,
+    "exponential": lambda l, tau: torch.expm1((tau - l).clamp(0, CAP)),  # noqa: E741
+    "softplus": lambda l, tau: softplus(-l),  # noqa: E741
+    "indicator": lambda l, tau: (l < tau).to(l.dtype),  # noqa: E741
+}
+
+
+def penalty(kind: str, log_prob: Tensor, threshold: Tensor | float) -> Tensor:
+    """(rows,) penalty of imagined steps with these log-densities."""
+    if kind not in DENSITY:
+        raise UsageError(f"unknown penalty '{kind}'{nearest(kind, DENSITY)}")
+    return DENSITY[kind](log_prob, threshold)
+
+
+# --- MOPO's own
+
+
+def aleatoric(means: Tensor, stds: Tensor) -> Tensor:
+    return stds.norm(dim=-1).amax(0)
+
+
+def pairwise(means: Tensor, stds: Tensor) -> Tensor:
+    return (means - means.mean(0)).norm(dim=-1).amax(0)
+
+
+def ensemble_std(means: Tensor, stds: Tensor) -> Tensor:
+    return means.var(0, correction=0).mean(-1).sqrt()
+
+
+ENSEMBLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "aleatoric": aleatoric,
+    "pairwise": pairwise,
+    "ensemble-std": ensemble_std,
+}
+
+
+def ensemble_penalty(kind: str, means: Tensor, stds: Tensor) -> Tensor:
+    """(rows,) penalty from what the members predict, each (members, rows, dims)."""
+    if kind not in ENSEMBLE:
+        raise UsageError(f"unknown uncertainty '{kind}'{nearest(kind, ENSEMBLE)}")
+    return ENSEMBLE[kind](means, stds)

@@ -1,0 +1,359 @@
+"""Density models: formulas against numbers known otherwise, detection on toys, folders, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from replaylab import density, from_rows
+from replaylab.cli import main
+from replaylab.data.damage import corrupt
+from replaylab.errors import DataError, UsageError
+from replaylab.models.density import KINDS, Density, join, make
+from replaylab.models.density.detect import auroc, binned, detection
+from replaylab.models.density.diffusion import SIGMA
+from replaylab.models.density.kde import log_kernels
+from replaylab.models.density.ode import TraceNet, travel
+from tests.conftest import make_episodes
+
+SMALL = {
+    "realnvp": {"hidden": (32, 32)},
+    "vae": {"hidden": (32, 32), "latent": 2},
+    "kde": {},
+    "diffusion": {"width": 64, "ode_steps": 16},
+    "neuralode": {"width": 32},
+}
+
+
+def shaken(kind: str, dim: int, scale: float = 0.3) -> Density:
+    """A model with random weights everywhere, as if trained on something odd."""
+    model = make(kind, dim, seed=1, **SMALL[kind])
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        parameter.data += scale * torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1])
+    return model.requires_grad_(False)
+
+
+def mixture(rows: int, seed: int) -> torch.Tensor:
+    """Three Gaussians in the plane, in units that are far from standard."""
+    rng = np.random.default_rng(seed)
+    centres = np.array([[0.0, 0.0], [4.0, 0.0], [2.0, 3.5]])
+    points = centres[rng.integers(3, size=rows)] + 0.35 * rng.standard_normal((rows, 2))
+    return torch.tensor(points * [100.0, 0.01] + [5.0, 7.0], dtype=torch.float32)
+
+
+# --- formulas
+
+
+def test_realnvp_inverts_and_its_volume_is_the_jacobians():
+    model = shaken("realnvp", 5).double()
+    x = torch.randn(7, 5, dtype=torch.float64)
+    z, log_det = model(x)
+    torch.testing.assert_close(model.inverse(z), x)
+    jacobians = torch.stack([torch.autograd.functional.jacobian(lambda v: model(v[None])[0][0], row) for row in x])
+    torch.testing.assert_close(log_det, torch.linalg.slogdet(jacobians).logabsdet)
+    expected = -0.5 * (z.square().sum(1) + 5 * math.log(2 * math.pi)) + log_det
+    torch.testing.assert_close(model.log_prob(x), expected)
+    assert log_det.abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["realnvp", "diffusion", "neuralode", "kde"])
+def test_densities_integrate_to_one(kind):
+    model = shaken(kind, 2)
+    if kind == "kde":
+        model.points, model.bandwidth = torch.tensor([[0.0, 1.0], [2.0, -1.0]]), torch.tensor(0.4)
+    axis = torch.linspace(-12, 12, 321)
+    step = (axis[1] - axis[0]).item()
+    mass = model.log_prob(torch.cartesian_prod(axis, axis)).exp()
+    assert mass.sum().item() * step**2 == pytest.approx(1, abs=0.01)
+
+
+def test_closed_trace_is_the_jacobians():
+    torch.manual_seed(0)
+    net = TraceNet(6, 16).double()
+    torch.nn.init.normal_(net.last.weight)
+    x, time = torch.randn(5, 6, dtype=torch.float64), torch.full((1, 1), 0.3, dtype=torch.float64)
+    output, trace = net.with_trace(x, time, net.mixing())
+    torch.testing.assert_close(output, net(x, time))
+    for row, found in zip(x, trace, strict=True):
+        jacobian = torch.autograd.functional.jacobian(lambda v: net(v[None], time)[0], row)
+        torch.testing.assert_close(found, jacobian.trace())
+
+
+def test_neural_ode_follows_a_linear_flow():
+    """dx/dt = A x: x(1) = expm(A) x, and the log of the volume is the trace of A."""
+    a = torch.tensor([[0.5, 1.0], [-1.0, 0.2]], dtype=torch.float64)
+    x = torch.randn(4, 2, dtype=torch.float64)
+    arrived, log_det = travel(lambda x, t: (x @ a.T, x.new_full((len(x),), 0.7)), x, 0.0, 1.0, 6)
+    torch.testing.assert_close(arrived, x @ torch.linalg.matrix_exp(a).T, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(log_det, torch.full((4,), 0.7, dtype=torch.float64))
+    arrived, _ = travel(lambda x, t: (x * 0 + 3 * t**2, x[:, 0] * 0), x, 1.0, 2.0, 1)  # time reaches the velocity
+    torch.testing.assert_close(arrived, x + 7)
+
+
+def test_neural_ode_loss_has_the_gradient_of_the_volume():
+    """GORMPO trained without it: squeezing everything to the origin would then be best."""
+    model = shaken("neuralode", 2).double().requires_grad_(True)
+    x = torch.randn(64, 2, dtype=torch.float64)
+    weight = model.net.last.weight
+
+    def loss() -> torch.Tensor:
+        return -model.log_density(x).mean()
+
+    loss().backward()
+    gradient, h = weight.grad[0, 0].item(), 1e-5
+    with torch.no_grad():
+        weight[0, 0] += h
+        above = loss().item()
+        weight[0, 0] -= 2 * h
+        below = loss().item()
+    assert gradient == pytest.approx((above - below) / (2 * h), rel=1e-4)
+
+
+def test_diffusion_with_an_idle_network_is_the_normal_exactly():
+    model = make("diffusion", 3, width=8, ode_steps=40).requires_grad_(False)  # its last layer starts at zero
+    x = torch.randn(50, 3)
+    wide = 1 + SIGMA[0] ** 2
+    expected = -0.5 * (x.square() / wide + math.log(2 * math.pi * wide)).sum(1)
+    torch.testing.assert_close(model.log_prob(x), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_diffusion_learns_a_correlated_normal():
+    cov = torch.tensor([[1.0, 0.8], [0.8, 1.0]])
+    normal = torch.distributions.MultivariateNormal(torch.zeros(2), cov)
+    torch.manual_seed(0)
+    x, held = normal.sample((8000,)), normal.sample((1000,))
+    model = make("diffusion", 2, width=64)
+    density.train(model, x, held, steps=800, batch_size=256, lr=3e-3, seed=0)
+    with torch.no_grad():
+        error = model.log_prob(held) - normal.log_prob(held)
+    assert abs(error.mean()) < 0.05 and error.abs().mean() < 0.15
+
+
+def test_kde_by_hand_and_by_numpy():
+    # two bumps at -1 and 1, h = 0.5, seen from 0: exp(-2) / (0.5 sqrt(2 pi))
+    found = log_kernels(torch.zeros(1, 1), torch.tensor([[-1.0], [1.0]]), torch.tensor(0.5))
+    assert found.item() == pytest.approx(-2 - math.log(0.5 * math.sqrt(2 * math.pi)), abs=1e-6)
+    rng = np.random.default_rng(0)
+    train, x = rng.normal(3, 5, (400, 4)), rng.normal(3, 5, (50, 4))
+    model = make("kde", 4, bandwidth=0.4)
+    model.standardise(torch.tensor(train))
+    model.fit(torch.tensor(train).float(), torch.tensor(x).float())
+    z, c = ((a - train.mean(0)) / train.std(0) for a in (x, train))
+    kernels = np.exp(-0.5 * np.square(z[:, None] - c[None]).sum(2) / 0.4**2) / (2 * np.pi * 0.4**2) ** 2
+    np.testing.assert_allclose(model.log_prob(torch.tensor(x).float()), np.log(kernels.mean(1)), rtol=1e-3, atol=1e-3)
+
+
+def test_kde_in_blocks_is_the_same_and_the_bandwidth_is_the_likeliest(monkeypatch):
+    x, held = torch.randn(3000, 1), torch.randn(2000, 1)
+    model = make("kde", 1)
+    model.standardise(x)
+    model.fit(x, held)
+    whole = model.log_prob(held)
+    assert 0.08 < model.bandwidth < 0.5  # the best for 3,000 normal points is about 1.06 n^-0.2 = 0.21
+    monkeypatch.setattr("replaylab.models.density.kde.BLOCK", 3000 * 7)
+    torch.testing.assert_close(model.log_prob(held), whole)
+
+
+def test_vae_bound_on_a_linear_gaussian():
+    """x = w z + b + s eps has a known density; the bound is it when q is the posterior, and below by KL(q | p) else."""
+    w, b, s = torch.tensor([1.5, -0.5]), torch.tensor([0.3, 0.1]), 0.6
+    true = torch.distributions.MultivariateNormal(b, torch.outer(w, w) + s**2 * torch.eye(2))
+    variance = 1 / (1 + w.dot(w) / s**2)  # of the posterior, whose mean is variance * w (x - b) / s^2
+
+    def model(shift: float, samples: int) -> Density:
+        vae = make("vae", 2, hidden=(), latent=1, samples=samples).requires_grad_(False)
+        decoder, encoder = vae.decoder[0], vae.encoder[0]
+        decoder.weight[:] = torch.cat([w, torch.zeros(2)])[:, None]
+        raw = torch.logit(torch.tensor((math.log(s) + 5) / 7))  # the deviation is between e^-5 and e^2
+        decoder.bias[:] = torch.cat([b, raw.expand(2)])
+        encoder.weight[:] = torch.stack([variance * w / s**2, torch.zeros(2)])
+        encoder.bias[:] = torch.stack([-variance * w.dot(b) / s**2 + shift, 0.5 * variance.log()])
+        return vae
+
+    x = true.sample((20,))
+    torch.testing.assert_close(model(0.0, 1).log_prob(x), true.log_prob(x), rtol=1e-4, atol=1e-4)
+    kl = 0.5 * 0.4**2 / variance
+    elbo = torch.stack([_with_noise(model(0.4, 1), seed).log_prob(x) for seed in range(1000)]).mean(0)
+    torch.testing.assert_close(elbo, true.log_prob(x) - kl, rtol=0, atol=0.1)
+    tight = _with_noise(model(0.4, 5000), 0).log_prob(x)
+    torch.testing.assert_close(tight, true.log_prob(x), rtol=0, atol=0.05)
+
+
+def _with_noise(model: Density, seed: int) -> Density:
+    model.noise = torch.randn(model.noise.shape, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+# --- thresholds and figures of merit
+
+
+class Ruler(Density):
+    def log_density(self, z: torch.Tensor) -> torch.Tensor:
+        return z[:, 0]
+
+
+def test_threshold_interpolates_the_table():
+    model = Ruler(1)
+    with pytest.raises(DataError, match="no thresholds"):
+        model.threshold(1.0)
+    model.calibrate(torch.arange(1001.0)[torch.randperm(1001)][:, None])
+    assert model.threshold(1.0) == pytest.approx(10)
+    assert model.threshold(12.5) == pytest.approx(125)
+    assert model.threshold(0.1) == pytest.approx(1) and model.threshold(99.9) == pytest.approx(999)
+    with pytest.raises(DataError, match="percentile"):
+        model.threshold(0.05)
+
+
+def test_scores_that_overflow_are_finite_and_the_lowest():
+    found = Ruler(1).log_prob(torch.tensor([[math.nan], [-math.inf], [3.0]]))
+    assert found.tolist() == [-1e9, -1e9, 3.0]
+    with pytest.raises(DataError, match="training failed"):
+        Ruler(1).calibrate(torch.full((5, 1), math.nan))
+
+
+def test_auroc_by_hand():
+    assert auroc([1, 2, 2, 3], [0, 1, 0, 1]) == 3.5 / 4
+    assert auroc([5, 6], [1, 0]) == 0 and auroc([6, 5], [1, 0]) == 1 and auroc([1, 1, 1], [1, 0, 0]) == 0.5
+    assert math.isnan(auroc([1, 2], [1, 1]))
+    found = detection(np.array([-9.0, -1, -1, -5, 3]), np.array([True, True, False, False, False]), threshold=-2)
+    assert found == {"auroc": pytest.approx(4.5 / 6), "tpr": 0.5, "tnr": pytest.approx(2 / 3), "accuracy": 0.6}
+    shares = binned(np.array([-1e9, -1.0, 2, 4]), np.array([True, False, False, False]), -1.0, bins=4)["shares"]
+    assert shares["shifted"] == [1, 0, 0, 0] and sum(shares["real"]) == pytest.approx(1)
+
+
+# --- learning
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_tells_a_mixture_from_points_beside_it(kind):
+    x, held, test = (mixture(n, seed) for seed, n in enumerate((6000, 2000, 2000)))
+    model = make(kind, 2, **SMALL[kind])
+    curve = density.train(model, x, held, steps=300, batch_size=256, lr=3e-3, seed=0)
+    assert not curve or curve[-1]["validation"] > curve[0]["validation"]
+    beside = test + torch.tensor([130.0, 0.013])  # 1.3 between centres 4 apart, bumps 0.35 wide
+    with torch.no_grad():
+        scores = torch.cat([model.log_prob(test), model.log_prob(beside)])
+        again = torch.cat([model.log_prob(test), model.log_prob(beside)])
+    assert torch.equal(scores, again)
+    assert auroc(-scores, np.repeat([0, 1], 2000)) >= 0.95
+    assert 0.03 < (scores[:2000] < model.threshold(5.0)).float().mean() < 0.08  # tau lives where the scores live
+
+
+def test_the_same_seed_fits_the_same_model():
+    x, held = mixture(1000, 0), mixture(200, 1)
+    found = []
+    for seed in (0, 0, 1):
+        model = make("vae", 2, seed=seed, **SMALL["vae"])
+        torch.randn(3)  # whatever else draws from torch's generator
+        density.train(model, x, held, steps=20, batch_size=64, lr=1e-3, seed=seed)
+        found.append(model.log_prob(held).detach())
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+# --- logs and folders
+
+
+def test_columns_are_the_exact_transitions():
+    episodes = make_episodes((5, 3, 8))
+    s, a, after = episodes.observations, episodes.actions, episodes.next_observations()
+    for inputs, parts in {"sa": [s, a], "nsa": [after, a], "sas": [s, a, after]}.items():
+        found, rows = density.columns(episodes, inputs)
+        np.testing.assert_array_equal(found, np.concatenate(parts, 1))
+        assert len(rows) == 16
+        joined = join(inputs, *(torch.tensor(x) for x in (s, a, after)))
+        np.testing.assert_array_equal(found, joined)
+    episodes.final_known[1] = False
+    assert 7 not in density.columns(episodes, "nsa")[1] and 7 in density.columns(episodes, "sa")[1]
+
+
+def test_split_is_by_whole_episodes_and_seeded():
+    episodes = make_episodes([3] * 40)
+    parts = density.split(episodes, 0)
+    assert [len(p) for p in parts] == [32, 4, 4]
+    assert sorted(np.concatenate(parts)) == list(range(40))
+    assert all((a == b).all() for a, b in zip(parts, density.split(episodes, 0), strict=True))
+    assert not (parts[1] == density.split(episodes, 1)[1]).all()
+
+
+def walk(rows: int = 3000, seed: int = 0):
+    """Episodes whose two observation columns lie near a circle, and one constant column."""
+    rng = np.random.default_rng(seed)
+    angle = np.cumsum(rng.uniform(0, 0.5, rows))
+    observations = np.stack([10 * np.cos(angle), 0.1 * np.sin(angle), np.full(rows, 4.0)], 1)
+    observations[:, :2] *= rng.normal(1, 0.05, (rows, 1))
+    actions = np.tanh(np.sin(angle) + 0.1 * rng.standard_normal(rows))[:, None]
+    return from_rows(observations, actions, rng.standard_normal(rows), max_episode_steps=50)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folder_round_trip_and_scores(kind, tmp_path):
+    episodes = walk()
+    out = tmp_path / "model"
+    settings = SMALL[kind] | ({"hidden": [32, 32]} if "hidden" in SMALL[kind] else {})  # JSON has lists
+    model = density.fit(episodes, kind, out, steps=100, device="cpu", distances=[0.05, 2.0], **settings)
+    assert [p.name for p in sorted(out.iterdir())] == ["density.json", "report.html", "weights.safetensors"]
+    assert model.report["tests"][1]["auroc"] > 0.9
+    again = density.load(out, "cpu")
+    x = torch.tensor(density.columns(episodes, "nsa")[0])
+    with torch.no_grad():
+        assert torch.equal(model.log_prob(x), again.log_prob(x))
+    assert again.threshold(1.0) == model.threshold(1.0) == model.report["threshold"]
+    shifted = corrupt(episodes, 2.0, episodes_count=10)
+    result = density.score(out, shifted, percentile=5, out=tmp_path / "page.html", device="cpu")
+    assert result["auroc"] > 0.9 and result["tpr"] > 0.6 and result["rows"] == len(shifted)
+    assert "auroc" not in density.score(out, episodes, device="cpu")
+    assert "<svg" in (tmp_path / "page.html").read_text() and "AUROC" in (out / "report.html").read_text()
+
+
+def test_bad_input_is_one_clear_line(tmp_path):
+    out = tmp_path / "model"
+    density.fit(walk(600), "kde", out, device="cpu")
+    with pytest.raises(DataError, match="fitted on 3 observation and 1 action columns, the data has 4 and 2"):
+        density.score(out, make_episodes([3] * 12), device="cpu")
+    with pytest.raises(UsageError, match="exists already"):
+        density.fit(walk(600), "kde", out, device="cpu")
+    density.fit(walk(600), "kde", out, device="cpu", overwrite=True)
+    with pytest.raises(UsageError, match="did you mean 'realnvp'"):
+        density.fit(walk(600), "realnpv")
+    with pytest.raises(UsageError, match="did you mean 'centres'"):
+        density.fit(walk(600), "kde", centers=3, device="cpu")
+    with pytest.raises(UsageError, match="10 episodes"):
+        density.fit(make_episodes(), "kde", device="cpu")
+    with pytest.raises(UsageError, match="real numbers"):
+        density.fit(make_episodes([3] * 12, discrete=True), "kde", device="cpu")
+    with pytest.raises(UsageError, match="inputs must be"):
+        density.fit(walk(600), "kde", inputs="ss", device="cpu")
+    with pytest.raises(UsageError, match="not a density folder"):
+        density.load(tmp_path)
+    (out / "weights.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(DataError, match="safetensors"):
+        density.load(out)
+    (out / "density.json").write_text("{}")
+    with pytest.raises(DataError, match="readable"):
+        density.load(out)
+
+
+def test_a_model_that_cannot_tell_warns():
+    with pytest.warns(UserWarning, match="hardly tells"):
+        density.fit(walk(1000), "kde", device="cpu", distances=[0.0])
+
+
+def test_command_line(tmp_path, capsys):
+    from replaylab import save
+
+    data, folder = str(tmp_path / "data.npz"), str(tmp_path / "model")
+    save(corrupt(walk(), 2.0, episodes_count=30), data)
+    options = ["--inputs", "sa", "--steps", "30", "--set", "hidden=[16,16]", "couplings=4", "--device", "cpu"]
+    assert main(["density", "fit", "--data", data, "--kind", "realnvp", "--out", folder, *options]) == 0
+    assert "AUROC" in capsys.readouterr().out
+    assert main(["density", "score", folder, "--data", data, "--json", "--device", "cpu"]) == 0
+    assert {"threshold", "flagged", "auroc"} <= set(json.loads(capsys.readouterr().out))
+    page = tmp_path / "page.html"
+    assert main(["density", "score", folder, "--data", data, "--out", str(page), "--device", "cpu"]) == 0
+    assert page.exists() and "below the threshold" in capsys.readouterr().out
+    assert main(["density", "fit", "--data", data, "--kind", "kd", "--out", folder + "2"]) == 2
