@@ -94,12 +94,19 @@ def train(
     options.env = options.env or episodes.env_id
     values = {"system": system_name, "data": paths, "data_options": data_options or {}, "preset": preset}
     values |= asdict(options) | asdict(algorithm)
-    folder = RunFolder(out or Path("runs") / f"{system_name}-{Path(paths[0]).stem if len(paths) == 1 else 'mix'}")
+    folder = RunFolder(out or Path("runs") / f"{system_name}-{_name(episodes, paths)}")
     with folder.lock():
         _prepare(folder, values, resume, overwrite)
         with Trainer(folder, module, options, algorithm, episodes, values) as trainer:
             trainer.run()
     return folder.path
+
+
+def _name(episodes: Episodes, paths: Sequence[str]) -> str:
+    """A short name for the data: what it calls itself, else its file's name."""
+    if len(paths) > 1:
+        return "mix"
+    return str(episodes.meta.get("dataset_id") or Path(paths[0]).stem).replace("/", "-")
 
 
 def _prepare(folder: RunFolder, values: dict[str, Any], resume: bool, overwrite: bool) -> None:
@@ -148,7 +155,6 @@ class Trainer:
         self.began = self.saved = time.monotonic()
         self.track = open_trackers(options.track, folder.path, values)
         folder.write_info(
-            version=values["system"],
             command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             finished=None,

@@ -169,3 +169,16 @@ def test_rounding_is_small_and_compresses(episodes):
     short = rounded(episodes)
     np.testing.assert_allclose(short.observations, episodes.observations, rtol=2**-14)
     assert (short.observations.view(np.uint32) & 0x1FF == 0).all() and json.dumps(short.meta)
+
+
+def test_going_on_with_what_was_cut_short(tmp_path, capsys):
+    """The untrained SAC never reaches `medium` here: the levels before it stay, and more training is going on."""
+    with pytest.raises(DataError, match="train longer"):
+        collect("d4rl/hopper", tmp_path / "h", level="all", steps=100, device="cpu", **TINY)
+    written = (tmp_path / "h" / "random" / "meta.json").stat().st_mtime_ns
+    with pytest.raises(UsageError, match="with another hidden: pass --overwrite"):
+        collect("d4rl/hopper", tmp_path / "h", level="all", steps=100, device="cpu", **TINY | {"hidden": [8]})
+    with pytest.raises(DataError, match="train longer"):
+        collect("d4rl/hopper", tmp_path / "h", level="all", steps=100, device="cpu", **TINY | {"train_steps": 800})
+    assert (tmp_path / "h" / "random" / "meta.json").stat().st_mtime_ns == written
+    assert len(json.loads((tmp_path / "h.training" / "curve.json").read_text())) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import sys
@@ -83,10 +84,16 @@ def _collect_levels(
     (config,) = resolve([Config], [("settings", settings)])
     names = LEVELS[:-1] if level == "all" else (level,)
     targets = {name: out / name if level == "all" else out for name in names}
-    for path in targets.values():
-        if path.exists() and not overwrite:
+    training = out.with_name(out.name + ".training")
+    asked = {"env": env, "seed": seed} | vars(config)
+    going_on = _going_on(training, asked, overwrite)
+    for name, path in list(targets.items()):
+        if path.exists() and going_on and level == "all":
+            targets.pop(name)  # written before the command was cut short
+        elif path.exists() and not overwrite:
             raise UsageError(f"{path} exists: pass --overwrite or another --out")
-    online = Online(env, config, seed, pick_device(device), out.with_name(out.name + ".training"))
+    online = Online(env, config, seed, pick_device(device), training)
+    (training / "asked.json").write_text(json.dumps(asked))
     if names != ("random",):
         online.train()
     for name, path in targets.items():
@@ -98,6 +105,22 @@ def _collect_levels(
         print(f"wrote {path}: {len(episodes)} steps, {episodes.num_episodes} episodes, {score}", file=sys.stderr)
     online.forget()
     return out
+
+
+def _going_on(training: Path, asked: dict[str, Any], overwrite: bool) -> bool:
+    """Whether `training` holds an earlier try of this command; one of another command is not touched."""
+    if overwrite:
+        shutil.rmtree(training, ignore_errors=True)
+    path = training / "asked.json"
+    free = ("train_steps", "stop_at")  # training longer is going on, too
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        changed = [k for k in asked if k not in free and earlier.get(k) != asked[k]]
+        if changed:
+            raise UsageError(
+                f"{training} belongs to a command with another {changed[0]}: pass --overwrite to start anew"
+            )
+    return path.exists()
 
 
 def rounded(episodes: Episodes, bits: int = 14) -> Episodes:
