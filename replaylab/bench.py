@@ -16,7 +16,7 @@ import torch
 
 from replaylab.algos import Spaces
 from replaylab.data.episodes import Episodes
-from replaylab.errors import UsageError, nearest
+from replaylab.errors import UsageError, nearest, require
 from replaylab.evaluate import pick_device
 from replaylab.run import machine
 from replaylab.step import Graph, Stepper
@@ -162,8 +162,44 @@ CASES: dict[str, Callable[[torch.device], Rows]] = {
 }
 
 
-def bench(cases: list[str] | None = None, *, device: str = "auto", json_path: str | None = None) -> dict[str, Any]:
-    """Run cases, print a row for each figure, and return (and write) them with the machine they were taken on."""
+def against_sb3(device: torch.device) -> Rows:
+    """Stable-Baselines3's SAC update and ours on the same shapes, in one run."""
+    sb3 = require("stable_baselines3", "timing against Stable-Baselines3")
+    gymnasium: Any = require("gymnasium", "timing against Stable-Baselines3")
+
+    class Noise(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-1, 1, (11,), np.float32)
+        action_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+            return self.observation_space.sample(), {}
+
+        def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+            return self.observation_space.sample(), 0.0, False, False, {}
+
+    theirs = sb3.SAC("MlpPolicy", Noise(), batch_size=256, buffer_size=100_000, device=device, learning_starts=500)
+    theirs.learn(600)  # fills the replay and warms up
+    updates = 100 if device.type == "cuda" else 20
+    spent = seconds_per_call(partial(theirs.train, updates, 256), device, 1) / updates
+    yield f"sac update of stable-baselines3 {sb3.__version__}", 1e3 * spent, "ms"
+    (_, ours, _), *_ = sac_update(device)
+    yield "sac update of replaylab, one seed", ours, "ms"
+    yield "ours is faster by", 1e3 * spent / ours, "x"
+
+
+PEERS = {"sb3": against_sb3}
+
+
+def bench(
+    cases: list[str] | None = None, *, device: str = "auto", json_path: str | None = None, against: str | None = None
+) -> dict[str, Any]:
+    """Run cases, print a row for each figure, and return (and write) them with the machine they were taken on.
+
+    `against` names a peer to time beside us instead.
+    """
+    if against is not None and against not in PEERS:
+        raise UsageError(f"unknown peer '{against}'{nearest(against, PEERS)}")
+    chosen = {f"against-{against}": PEERS[against]} if against else {c: CASES[c] for c in cases or CASES if c in CASES}
     for case in cases or []:
         if case not in CASES:
             raise UsageError(f"unknown bench case '{case}'{nearest(case, CASES)}")
@@ -171,8 +207,8 @@ def bench(cases: list[str] | None = None, *, device: str = "auto", json_path: st
     if where.type == "cuda":
         torch.set_float32_matmul_precision("high")
     found = []
-    for case in cases or list(CASES):
-        for what, figure, unit in CASES[case](where):
+    for case, run in chosen.items():
+        for what, figure, unit in run(where):
             found.append({"case": case, "what": what, "figure": figure, "unit": unit})
             print(f"{case:12s} {what:75s} {figure:12,.4g} {unit}", flush=True)
     result = {"machine": machine(where), "rows": found}

@@ -62,10 +62,19 @@ def _data_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--columns", nargs="+", metavar="NAME=COLUMN[,COLUMN]", help="columns of a CSV or Parquet file")
     group.add_argument("--max-episode-steps", type=int, metavar="N", help="an episode ends after N steps")
     group.add_argument("--split", choices=["flags", "discontinuity"], help="where unmarked episodes end")
+    replay = parser.add_argument_group("reading a part of a DQN-replay log")
+    for option, name, text in (
+        ("--num-steps", "max_steps", "about so many rows, in whole episodes, evenly from its checkpoints"),
+        ("--num-buffers", "checkpoints", "only the last so many checkpoints"),
+        ("--trajectories-per-buffer", "episodes_per_checkpoint", "at most so many episodes of a checkpoint"),
+    ):
+        replay.add_argument(option, dest=name, type=int, metavar="N", help=text)
 
 
 def _read_options(args: argparse.Namespace) -> dict[str, Any]:
-    found = {k: getattr(args, k) for k in ("format", "max_episode_steps", "split") if hasattr(args, k)}
+    from replaylab.data.read import PART
+
+    found = {k: getattr(args, k) for k in ("format", "max_episode_steps", "split", *PART) if hasattr(args, k)}
     if hasattr(args, "columns"):
         from replaylab.data.formats.table import parse_columns
 
@@ -80,6 +89,7 @@ def build(words: Sequence[str]) -> Parser:
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=Parser)
     _build_data(verbs, words)
     _build_train(verbs)
+    _build_density(verbs)
 
     verb = _add(verbs, "eval", "play episodes with a trained policy", _eval)
     verb.add_argument("runs", nargs="+", metavar="RUN")
@@ -104,6 +114,7 @@ def build(words: Sequence[str]) -> Parser:
     verb.add_argument("cases", nargs="*", metavar="CASE", help="default: all of them")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     verb.add_argument("--json", metavar="FILE", help="write the figures there too")
+    verb.add_argument("--against", metavar="PEER", help="time a peer beside us: sb3")
     return parser
 
 
@@ -197,6 +208,36 @@ def _build_train(verbs: Any) -> None:
         add_arguments(parser, module.Config)
         add_arguments(parser, Options)
         _data_options(parser)
+
+
+def _build_density(verbs: Any) -> None:
+    density = _add(verbs, "density", "how likely are states and actions under the data", None)
+    inner = density.add_subparsers(title="density verbs", required=True, metavar="VERB", parser_class=Parser)
+    verb = _add(inner, "fit", "fit a density model, with thresholds and a test on shifted rows", _density_fit)
+    verb.add_argument("--data", nargs="+", required=True, metavar="X", help="files or folders; several are joined")
+    verb.add_argument("--kind", required=True, metavar="realnvp|vae|kde|diffusion|neuralode")
+    verb.add_argument("--out", required=True, metavar="D", help="the model's folder")
+    verb.add_argument("--inputs", metavar="sa|nsa|sas", help="(s, a), (s', a) or (s, a, s') (default: nsa)")
+    verb.add_argument("--steps", type=int, metavar="N", help="updates; default: the kind's own")
+    verb.add_argument("--batch-size", type=int, metavar="N", help="rows a batch (default: 512)")
+    verb.add_argument("--lr", type=float, help="Adam's learning rate (default: 0.001)")
+    verb.add_argument(
+        "--percentile", type=float, metavar="P", help="of validation rows below the threshold (default: 1)"
+    )
+    verb.add_argument("--distances", type=float, nargs="+", metavar="R", help="shifts of the test; default: GORMPO's")
+    verb.add_argument("--set", nargs="+", metavar="NAME=JSON", help="settings of the kind, such as couplings=8")
+    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    verb.add_argument("--overwrite", action="store_true")
+    _data_options(verb)
+    verb = _add(inner, "score", "how likely other data is under a density model", _density_score)
+    verb.add_argument("folder", metavar="D")
+    verb.add_argument("--data", nargs="+", required=True, metavar="Y")
+    verb.add_argument("--percentile", type=float, metavar="P", help="default: the one it was fitted with")
+    verb.add_argument("--out", metavar="PAGE", help="write a page with a histogram")
+    verb.add_argument("--json", action="store_true", help="print as JSON")
+    verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    _data_options(verb)
 
 
 # --- verbs
@@ -312,6 +353,32 @@ def _train(args: argparse.Namespace) -> None:
     print(f"run folder: {path}\nreport:     {report([path], path / 'report.html')}")
 
 
+def _density_fit(args: argparse.Namespace) -> None:
+    from replaylab.density import fit
+
+    own = ("inputs", "steps", "batch_size", "lr", "percentile", "distances", "seed", "device")
+    given = {k: v for k, v in vars(args).items() if k in own} | _assignments(getattr(args, "set", []))
+    options = _read_options(args)
+    model = fit(args.data, args.kind, args.out, overwrite=hasattr(args, "overwrite"), data_options=options, **given)
+    for test in model.report["tests"]:
+        print("shifted by {distance:g}: AUROC {auroc:.3f}, found {tpr:.1%}, left alone {tnr:.1%}".format(**test))
+    print(f"wrote {args.out}: {args.kind}, threshold {model.report['threshold']:.2f}; see {args.out}/report.html")
+
+
+def _density_score(args: argparse.Namespace) -> None:
+    from replaylab.density import score
+
+    given = {k: v for k, v in vars(args).items() if k in ("percentile", "out", "device")}
+    found = score(args.folder, args.data, data_options=_read_options(args), **given)
+    if hasattr(args, "json"):
+        print(json.dumps(found))
+        return
+    told = ", AUROC {auroc:.3f}, found {tpr:.1%}, left alone {tnr:.1%}".format(**found) if "auroc" in found else ""
+    print(f"{found['rows']} rows, {found['flagged']:.1%} below the threshold {found['threshold']:.2f}{told}")
+    if hasattr(args, "out"):
+        print(f"wrote {args.out}")
+
+
 def _eval(args: argparse.Namespace) -> None:
     from replaylab.evaluate import SEED, evaluate, summary
 
@@ -370,7 +437,12 @@ def _report(args: argparse.Namespace) -> None:
 def _bench(args: argparse.Namespace) -> None:
     from replaylab.bench import bench
 
-    bench(getattr(args, "cases", []), device=args.device, json_path=getattr(args, "json", None))
+    bench(
+        getattr(args, "cases", []),
+        device=args.device,
+        json_path=getattr(args, "json", None),
+        against=getattr(args, "against", None),
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,6 +46,7 @@ _EXTRAS = {
     "gymnasium_robotics": ("gymnasium-robotics", "maze"),
     "tensorboard": ("tensorboard", "track"),
     "wandb": ("wandb", "track"),
+    "stable_baselines3": ("stable-baselines3", "peers"),
 }
 
 

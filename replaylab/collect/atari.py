@@ -4,8 +4,6 @@ Games are played side by side. While they move, the device learns; a thread comp
 Training is cut into chapters. A chapter begins with freshly seeded games and, but for the last, ends with a
 checkpoint in `OUT.training`, so the same command run again after a kill goes on there and ends like a run that was
 not killed. Episodes that a chapter's end cuts off are logged as truncated.
-
-    python -m replaylab.collect.atari pong --steps 1000000 --out dqn_replay/Pong
 """
 
 from __future__ import annotations
