@@ -32,9 +32,10 @@ from replaylab.data.damage import corrupt
 from replaylab.data.episodes import Episodes
 from replaylab.data.read import load as load_data
 from replaylab.data.sample import BLOCK, draw
-from replaylab.errors import DataError, UsageError
+from replaylab.errors import DataError, UsageError, nearest
 from replaylab.evaluate import pick_device
 from replaylab.models.density import INPUTS, KINDS, Density, make
+from replaylab.models.density.base import check_percentile
 from replaylab.models.density.detect import auroc, binned, detection
 from replaylab.page import Html, facts, grid, number, page, table, write_page
 from replaylab.progress import Progress
@@ -48,7 +49,8 @@ Data = Episodes | str | Path | Sequence[str | Path]
 DISTANCES = {"hopper": [1.0, 1.2, 1.4, 1.6, 1.8], "halfcheetah": [0.4, 0.6, 0.8, 1.0], "walker2d": [0.4, 0.6, 0.8, 1.0]}
 STEPS = {"realnvp": 20_000, "vae": 20_000, "kde": 0, "diffusion": 30_000, "neuralode": 10_000}
 CHECKS = 20  # looks at the validation rows during training
-JUDGES = 8192  # validation rows that choose the best weights
+JUDGES = 2048  # validation rows that choose the best weights; diffusion is costly to score
+TEST_ROWS = 10_000  # held-out rows, about, that are shifted to test the model
 
 
 # --- rows
@@ -131,7 +133,7 @@ class Descent:
 def train(
     model: Density, x: Tensor, validation: Tensor, steps: int, batch_size: int, lr: float, seed: int
 ) -> list[dict[str, float]]:
-    """Standardise, descend, keep the weights that give the validation rows the highest likelihood, calibrate."""
+    """Standardise, descend, keep the weights likeliest on the validation rows, calibrate, freeze; returns the curve."""
     model.standardise(x)
     with torch.no_grad():
         model.fit(x, validation)
@@ -141,7 +143,7 @@ def train(
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             _descend(model, Rows(x, batch_size, seed), validation[:JUDGES], steps, lr, curve)
-    model.calibrate(validation)
+    model.requires_grad_(False).calibrate(validation)
     return curve
 
 
@@ -155,7 +157,7 @@ def _descend(model: Density, rows: Rows, judges: Tensor, steps: int, lr: float, 
         done += count
         loss = float(np.mean(stepper.read()["loss"]))
         with torch.no_grad():
-            likelihood = model.log_prob(judges).mean().item()
+            likelihood = model.log_prob(judges).clamp(min=-1e3).mean().item()  # one wild row must not choose
         if not math.isfinite(loss):
             raise DataError(f"the density's loss is not a number after {done} steps: try a smaller --lr")
         curve.append({"step": done, "loss": loss, "validation": likelihood})
@@ -187,18 +189,17 @@ def fit(
 
     `settings` are the kind's own, such as couplings=8. What was found is in `model.report`.
     """
-    if kind not in KINDS:
-        make(kind, 2)  # says what is known
-    if out is not None and Path(out).exists() and not (overwrite and (Path(out) / "density.json").exists()):
-        raise UsageError(f"{out} exists already: choose another --out, or pass --overwrite for a density folder")
+    _check(kind, out, steps, batch_size, lr, overwrite)
+    check_percentile(percentile)
     episodes = data if isinstance(data, Episodes) else load_data(data, **(data_options or {}))
     place = pick_device(device)
     if place.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32; the kernel density asks for more where it matters
     began = time.monotonic()
     parts = [episodes.select(ids) for ids in split(episodes, seed)]
-    order = np.random.default_rng([seed, 81])  # shuffled, so that a first so-many is a fair sample
-    x, validation = (torch.tensor(order.permutation(columns(p, inputs)[0]), device=place) for p in parts[:2])
+    order = np.random.default_rng([seed, 81])  # shuffled, so that the first so many are a fair sample
+    x, validation, test = (torch.tensor(order.permutation(columns(p, inputs)[0])) for p in parts)
+    x, validation = x.to(place), validation.to(place)
     steps = STEPS[kind] if steps is None else steps
     model = make(kind, x.shape[1], seed, **settings).to(place)
     curve = train(model, x, validation, steps, batch_size, lr, seed)
@@ -214,7 +215,7 @@ def fit(
         "lr": lr,
         "percentile": percentile,
         "threshold": model.threshold(percentile),
-        "rows": [len(columns(p, inputs)[1]) for p in parts],
+        "rows": [len(x), len(validation), len(test)],
         "episodes": [p.num_episodes for p in parts],
         "env_id": episodes.env_id,
         "curve": curve,
@@ -225,6 +226,15 @@ def fit(
     if out is not None:
         save(model, out)
     return model
+
+
+def _check(kind: str, out: str | Path | None, steps: int | None, batch_size: int, lr: float, overwrite: bool) -> None:
+    if kind not in KINDS:
+        raise UsageError(f"unknown density '{kind}'{nearest(kind, KINDS)}")
+    if min(batch_size, steps or 1, lr) <= 0 or (steps == 0 and KINDS[kind].needs_steps):
+        raise UsageError(f"steps, batch size and lr must be above 0, not {steps}, {batch_size} and {lr}")
+    if out is not None and Path(out).exists() and not (overwrite and (Path(out) / "density.json").exists()):
+        raise UsageError(f"{out} exists already: choose another --out, or pass --overwrite for a density folder")
 
 
 def default_distances(episodes: Episodes) -> list[float]:
@@ -239,8 +249,9 @@ def default_distances(episodes: Episodes) -> list[float]:
 def _tests(model: Density, held_out: Episodes, distances: Sequence[float]) -> list[dict[str, Any]]:
     """Held-out episodes against the same ones shifted."""
     found: list[dict[str, Any]] = []
+    count = math.ceil(TEST_ROWS / held_out.lengths.mean())
     for distance in distances:
-        test = corrupt(held_out, distance, episodes_count=min(10, held_out.num_episodes))
+        test = corrupt(held_out, distance, episodes_count=min(count, held_out.num_episodes))
         log_prob, rows = evaluate(model, test)
         labels, threshold = test.extras["ood"][rows], model.report["threshold"]
         histogram = binned(log_prob, labels, threshold)
@@ -372,7 +383,8 @@ def _fit_page(report: dict[str, Any]) -> Html:
     pairs += [("threshold", f"{number(threshold)} ({report['percentile']} % of validation rows lie below)")]
     head = ["distance", "AUROC", "shifted rows found", "real rows left alone", "accuracy"]
     lines = [[t["distance"], *(f"{t[k]:.3f}" for k in ("auroc", "tpr", "tnr", "accuracy"))] for t in tests]
-    pictures = [_picture(f"Shifted by {t['distance']}", t, threshold) for t in tests]
+    shown = tests[:: max(1, len(tests) - 1)]  # the nearest and the furthest
+    pictures = [_picture(f"Shifted by {t['distance']}", t, threshold) for t in shown]
     sections = [
         ("Model", facts(pairs)),
         ("Held-out episodes, real and shifted", Html(table(head, lines) + grid(pictures))),

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -91,7 +91,9 @@ def train(
     else:
         paths = [str(p) for p in ([data] if isinstance(data, (str, Path)) else data)]
         episodes = load(paths, **(data_options or {}))
-    options.env = options.env or episodes.env_id
+    if options.env:  # whatever the data says, or does not say
+        episodes = replace(episodes, meta=episodes.meta | {"env_id": options.env})
+    options.env = episodes.env_id
     values = {"system": system_name, "data": paths, "data_options": data_options or {}, "preset": preset}
     values |= asdict(options) | asdict(algorithm)
     folder = RunFolder(out or Path("runs") / f"{system_name}-{_name(episodes, paths)}")

@@ -8,6 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import make_episodes
+from pages import check_page
 
 from replaylab import density, from_rows
 from replaylab.cli import main
@@ -18,14 +20,13 @@ from replaylab.models.density.detect import auroc, binned, detection
 from replaylab.models.density.diffusion import SIGMA
 from replaylab.models.density.kde import log_kernels
 from replaylab.models.density.ode import TraceNet, travel
-from tests.conftest import make_episodes
 
 SMALL = {
     "realnvp": {"hidden": (32, 32)},
     "vae": {"hidden": (32, 32), "latent": 2},
     "kde": {},
-    "diffusion": {"width": 64, "ode_steps": 16},
-    "neuralode": {"width": 32},
+    "diffusion": {"width": 64, "ode_steps": 12},
+    "neuralode": {"width": 32, "ode_steps": 4},
 }
 
 
@@ -66,7 +67,7 @@ def test_densities_integrate_to_one(kind):
     model = shaken(kind, 2)
     if kind == "kde":
         model.points, model.bandwidth = torch.tensor([[0.0, 1.0], [2.0, -1.0]]), torch.tensor(0.4)
-    axis = torch.linspace(-12, 12, 321)
+    axis = torch.linspace(-9, 9, 121)
     step = (axis[1] - axis[0]).item()
     mass = model.log_prob(torch.cartesian_prod(axis, axis)).exp()
     assert mass.sum().item() * step**2 == pytest.approx(1, abs=0.01)
@@ -128,7 +129,7 @@ def test_diffusion_learns_a_correlated_normal():
     torch.manual_seed(0)
     x, held = normal.sample((8000,)), normal.sample((1000,))
     model = make("diffusion", 2, width=64)
-    density.train(model, x, held, steps=800, batch_size=256, lr=3e-3, seed=0)
+    density.train(model, x, held, steps=600, batch_size=256, lr=3e-3, seed=0)
     with torch.no_grad():
         error = model.log_prob(held) - normal.log_prob(held)
     assert abs(error.mean()) < 0.05 and error.abs().mean() < 0.15
@@ -178,8 +179,8 @@ def test_vae_bound_on_a_linear_gaussian():
     x = true.sample((20,))
     torch.testing.assert_close(model(0.0, 1).log_prob(x), true.log_prob(x), rtol=1e-4, atol=1e-4)
     kl = 0.5 * 0.4**2 / variance
-    elbo = torch.stack([_with_noise(model(0.4, 1), seed).log_prob(x) for seed in range(1000)]).mean(0)
-    torch.testing.assert_close(elbo, true.log_prob(x) - kl, rtol=0, atol=0.1)
+    elbo = torch.stack([_with_noise(model(0.4, 1), seed).log_prob(x) for seed in range(500)]).mean(0)
+    torch.testing.assert_close(elbo, true.log_prob(x) - kl, rtol=0, atol=0.15)
     tight = _with_noise(model(0.4, 5000), 0).log_prob(x)
     torch.testing.assert_close(tight, true.log_prob(x), rtol=0, atol=0.05)
 
@@ -205,7 +206,7 @@ def test_threshold_interpolates_the_table():
     assert model.threshold(1.0) == pytest.approx(10)
     assert model.threshold(12.5) == pytest.approx(125)
     assert model.threshold(0.1) == pytest.approx(1) and model.threshold(99.9) == pytest.approx(999)
-    with pytest.raises(DataError, match="percentile"):
+    with pytest.raises(UsageError, match="percentile"):
         model.threshold(0.05)
 
 
@@ -231,17 +232,39 @@ def test_auroc_by_hand():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_tells_a_mixture_from_points_beside_it(kind):
-    x, held, test = (mixture(n, seed) for seed, n in enumerate((6000, 2000, 2000)))
+    x, held, test = (mixture(n, seed) for seed, n in enumerate((4000, 1000, 1000)))
     model = make(kind, 2, **SMALL[kind])
-    curve = density.train(model, x, held, steps=300, batch_size=256, lr=3e-3, seed=0)
+    curve = density.train(model, x, held, steps=600 if kind == "vae" else 300, batch_size=256, lr=3e-3, seed=0)
     assert not curve or curve[-1]["validation"] > curve[0]["validation"]
     beside = test + torch.tensor([130.0, 0.013])  # 1.3 between centres 4 apart, bumps 0.35 wide
     with torch.no_grad():
         scores = torch.cat([model.log_prob(test), model.log_prob(beside)])
         again = torch.cat([model.log_prob(test), model.log_prob(beside)])
     assert torch.equal(scores, again)
-    assert auroc(-scores, np.repeat([0, 1], 2000)) >= 0.95
-    assert 0.03 < (scores[:2000] < model.threshold(5.0)).float().mean() < 0.08  # tau lives where the scores live
+    assert auroc(-scores, np.repeat([0, 1], 1000)) >= 0.95
+    assert 0.02 < (scores[:1000] < model.threshold(5.0)).float().mean() < 0.09  # tau lives where the scores live
+
+
+class Drift(Density):
+    """Its loss leads past the best weight."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def log_density(self, z: torch.Tensor) -> torch.Tensor:
+        return -(self.weight + 0.05).abs().expand(len(z))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.sum()
+
+
+def test_the_best_weights_on_held_out_rows_are_kept():
+    model = Drift()
+    x = torch.randn(100, 1)
+    curve = density.train(model, x, x, steps=20, batch_size=8, lr=1e-2, seed=0)
+    seen = [line["validation"] for line in curve]
+    assert model.log_prob(x)[0].item() == pytest.approx(max(seen)) and max(seen) > seen[-1] + 0.02
 
 
 def test_the_same_seed_fits_the_same_model():
@@ -305,9 +328,11 @@ def test_folder_round_trip_and_scores(kind, tmp_path):
     assert again.threshold(1.0) == model.threshold(1.0) == model.report["threshold"]
     shifted = corrupt(episodes, 2.0, episodes_count=10)
     result = density.score(out, shifted, percentile=5, out=tmp_path / "page.html", device="cpu")
-    assert result["auroc"] > 0.9 and result["tpr"] > 0.6 and result["rows"] == len(shifted)
+    assert (
+        result["auroc"] > 0.9 and result["tpr"] > 0.6 and result["rows"] == len(shifted) - 20
+    )  # final ones are unknown
     assert "auroc" not in density.score(out, episodes, device="cpu")
-    assert "<svg" in (tmp_path / "page.html").read_text() and "AUROC" in (out / "report.html").read_text()
+    assert "threshold" in check_page(tmp_path / "page.html").text and "AUROC" in check_page(out / "report.html").text
 
 
 def test_bad_input_is_one_clear_line(tmp_path):
@@ -322,6 +347,10 @@ def test_bad_input_is_one_clear_line(tmp_path):
         density.fit(walk(600), "realnpv")
     with pytest.raises(UsageError, match="did you mean 'centres'"):
         density.fit(walk(600), "kde", centers=3, device="cpu")
+    with pytest.raises(UsageError, match="percentile must be"):
+        density.fit(walk(600), "kde", percentile=0.0)
+    with pytest.raises(UsageError, match="above 0"):
+        density.fit(walk(600), "realnvp", steps=0)
     with pytest.raises(UsageError, match="10 episodes"):
         density.fit(make_episodes(), "kde", device="cpu")
     with pytest.raises(UsageError, match="real numbers"):
@@ -339,8 +368,10 @@ def test_bad_input_is_one_clear_line(tmp_path):
 
 
 def test_a_model_that_cannot_tell_warns():
+    rng = np.random.default_rng(0)
+    wide = from_rows(rng.normal(0, 50, (1000, 3)), rng.normal(0, 50, (1000, 1)), np.zeros(1000), max_episode_steps=20)
     with pytest.warns(UserWarning, match="hardly tells"):
-        density.fit(walk(1000), "kde", device="cpu", distances=[0.0])
+        density.fit(wide, "kde", device="cpu", distances=[0.0])
 
 
 def test_command_line(tmp_path, capsys):
@@ -349,6 +380,7 @@ def test_command_line(tmp_path, capsys):
     data, folder = str(tmp_path / "data.npz"), str(tmp_path / "model")
     save(corrupt(walk(), 2.0, episodes_count=30), data)
     options = ["--inputs", "sa", "--steps", "30", "--set", "hidden=[16,16]", "couplings=4", "--device", "cpu"]
+    options += ["--distances", "3"]
     assert main(["density", "fit", "--data", data, "--kind", "realnvp", "--out", folder, *options]) == 0
     assert "AUROC" in capsys.readouterr().out
     assert main(["density", "score", folder, "--data", data, "--json", "--device", "cpu"]) == 0

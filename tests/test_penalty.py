@@ -14,8 +14,8 @@ TAU = -20.0
 L = torch.tensor([-50.0, -30.0, -21.0, -20.0, 0.0])  # gaps 30, 10, 1, 0, -20
 
 
-def check(kind, expected, l=L, tau=TAU):
-    torch.testing.assert_close(penalty(kind, l, tau), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+def check(kind, expected, log_prob=L, tau=TAU):
+    torch.testing.assert_close(penalty(kind, log_prob, tau), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_tanh_penalises_only_below_the_threshold():
@@ -34,8 +34,8 @@ def test_linear_is_capped_by_the_quartiles_of_the_batch():
 
 def test_inverse_is_the_ratio_to_the_threshold():
     check("inverse", [1 / (math.exp(-30) + 1e-6), 1 / (math.exp(-10) + 1e-6), 1 / (math.exp(-1) + 1e-6), 0, 0])
-    l = torch.tensor([-2.0, 1.0])  # at tau = 0 it is GORMPO's e^tau / (e^l + 1e-6)
-    check("inverse", [1 / (math.exp(-2) + 1e-6), 0], l, 0.0)
+    log_prob = torch.tensor([-2.0, 1.0])  # at tau = 0 it is GORMPO's e^tau / (e^l + 1e-6)
+    check("inverse", [1 / (math.exp(-2) + 1e-6), 0], log_prob, 0.0)
 
 
 def test_exponential_starts_at_zero_and_is_capped():

@@ -174,8 +174,8 @@ class Agent(nn.Module):
         self.pixels = len(seen) == 3
         if len(seen) != 1 and (len(seen) != 3 or seen[1:] != (84, 84) or spaces.observation_dtype != "uint8"):
             raise UsageError(f"dt takes vectors or stacks of 84 x 84 byte frames, not {spaces.observation_dtype}{seen}")
-        if config.width % config.heads or config.context < 1:
-            raise UsageError("width must be a multiple of heads, and context at least 1")
+        if config.width % config.heads or min(config.context, config.layers) < 1:
+            raise UsageError("width must be a multiple of heads, context and layers at least 1")
         if self.pixels and config.ahead:
             raise UsageError("ahead predicts vectors, not frames: leave it at 0")
         self.config, self.seeds, self.device, self.discrete = config, list(seeds), device, spaces.discrete
@@ -185,7 +185,7 @@ class Agent(nn.Module):
             config.ahead > 0,
         )  # fmt: skip
         self.stack = spaces.frame_stack
-        self.normalizer = Normalizer([] if self.pixels else seen)
+        self.normalizer = Normalizer([1] if self.pixels else seen)
         self.model = DecisionTransformer(generators(seeds), self.shape)
         if not self.discrete:
             low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
@@ -249,10 +249,10 @@ class Agent(nn.Module):
             rate = rate * (0.5 * (1 + torch.cos(math.pi * along))).clamp(min=0.1)
         return rate
 
-    def hidden(self, batch: dict[str, Tensor]) -> Tensor:  # (seeds, batch, context, tokens a step, width)
+    def hidden(self, batch: dict[str, Tensor], keep: slice | None = None) -> Tensor:  # as the model's
         states = self.model.encode(self._prepare(batch["observations"]))
         returns = batch["returns_to_go"] / self.rtg_scale
-        return self.model(states, batch["actions"], returns, batch["timesteps"], batch["mask"])
+        return self.model(states, batch["actions"], returns, batch["timesteps"], batch["mask"], keep)
 
     def _prepare(self, observations: Tensor) -> Tensor:
         return observations if self.pixels else self.normalizer(observations)
@@ -263,8 +263,8 @@ class Agent(nn.Module):
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:  # (seeds,) each
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            hidden = self.hidden(batch)
-            predicted = self.predict(hidden[..., -2, :])
+            hidden = self.hidden(batch, None if self.config.ahead else self.model.states)
+            predicted = self.predict(hidden[..., -2, :] if self.config.ahead else hidden)
         if self.discrete:
             flat = nn.functional.cross_entropy(predicted.flatten(0, 2), batch["actions"].flatten(), reduction="none")
             error = flat.view_as(batch["mask"])
@@ -314,9 +314,12 @@ class Agent(nn.Module):
     def act(self, observations: Tensor, state: Context | None = None) -> tuple[Tensor, Context]:
         """(seeds, environments, ...) -> actions. Tell the state the rewards with `state.receive` in between."""
         context = state or self.begin(observations.shape[1])
+        if context.mask.shape[1] != observations.shape[1]:
+            raise UsageError(f"{observations.shape[1]} observations, but {context.mask.shape[1]} before: reset first")
         context.push(self.model.encode(self._prepare(observations)))
-        hidden = self.model(context.states, context.actions, context.returns, context.timesteps, context.mask)
-        predicted = self.predict(hidden[:, :, -1, -2])
+        last = slice(-2, -1)  # the newest state
+        hidden = self.model(context.states, context.actions, context.returns, context.timesteps, context.mask, last)
+        predicted = self.predict(hidden[:, :, 0])
         chosen = self._choose(predicted) if self.discrete else predicted
         context.actions[:, :, -1] = chosen
         return chosen, context

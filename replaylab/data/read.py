@@ -18,6 +18,9 @@ from replaylab.errors import DataError, MissingExtra, ReplaylabError, UsageError
 __all__ = ["FORMATS", "SAMPLES", "load", "parse_columns"]
 
 
+PART = ("checkpoints", "max_steps", "episodes_per_checkpoint")
+
+
 def _samples() -> dict[str, Path]:
     """Data shipped with the package, by name; `sample` where there is only one."""
     folder = Path(__file__).parent.parent / "sample"
@@ -38,12 +41,14 @@ def load(
     columns: Mapping[str, str | Sequence[str]] | None = None,
     max_episode_steps: int | None = None,
     split: str = "flags",
+    **part: int | None,
 ) -> Episodes:
     """Read logged experience. The format is found by looking; several paths are joined in the order given.
 
     columns: which columns of a flat file are what, {"observations": ["x1", "x2"], "rewards": "r", ...}.
     max_episode_steps: also end an episode after so many steps.
     split: "flags" ends episodes where the file says so, "discontinuity" also where the observation jumps.
+    part: how much of a DQN-replay log: `checkpoints`, `max_steps`, `episodes_per_checkpoint` (see dqn_replay.read).
     """
     if format is not None and format not in FORMATS:
         raise UsageError(f"no format '{format}'{nearest(format, FORMATS)}")
@@ -51,16 +56,21 @@ def load(
     paths = [path_or_paths] if isinstance(path_or_paths, str | Path) else list(path_or_paths)
     if not paths:
         raise DataError("no files given")
-    return concatenate([_load_one(path, format, options) for path in paths])
+    for key in part:
+        if key not in PART:
+            raise UsageError(f"load takes no '{key}'{nearest(key, PART)}")
+    return concatenate([_load_one(path, format, options, part) for path in paths])
 
 
-def _load_one(given: str | Path, format: str | None, options: Options) -> Episodes:
+def _load_one(given: str | Path, format: str | None, options: Options, part: Mapping[str, int | None]) -> Episodes:
     path, name = Path(given), format
     try:
         if not path.exists():
             path = SAMPLES.get(str(given), path)
         name = name or detect(path)
-        episodes = FORMATS[name].read(path, options)
+        if part and name != "dqn-replay":
+            raise UsageError(f"only a DQN-replay log can be read in part, this is {name}")
+        episodes = FORMATS[name].read(path, options, **part)
         _check_meta(episodes)
     except MissingExtra:
         raise

@@ -63,14 +63,14 @@ class Store:
             self._observations = torch.empty(shape, dtype=kind, device=self.device)
             for start in range(0, len(episodes), 65536):  # in pieces: no second copy of the whole log
                 part = slice(start, start + 65536)
-                rows = torch.as_tensor(np.ascontiguousarray(episodes.observations[part])).to(self.device, kind)
+                rows = torch.tensor(episodes.observations[part], dtype=kind, device=self.device)
                 self._observations[torch.as_tensor(place[part], device=self.device)] = rows
-            finals = torch.as_tensor(np.ascontiguousarray(episodes.final_observations)).to(self.device, kind)
+            finals = torch.tensor(episodes.final_observations, dtype=kind, device=self.device)
             self._observations[torch.as_tensor(last, device=self.device)] = finals
 
     def _small(self, column: np.ndarray) -> Tensor:
         kind = torch.int64 if column.dtype.kind in "iu" else torch.float32
-        return torch.tensor(np.ascontiguousarray(column), dtype=kind, device=self.device)
+        return torch.tensor(column, dtype=kind, device=self.device)
 
     def observations(self, rows: Tensor) -> Tensor:
         if self.resident:
@@ -89,7 +89,7 @@ class Store:
 
     def _from_host(self, rows: np.ndarray) -> Tensor:
         kind = torch.uint8 if rows.dtype == np.uint8 else torch.float32
-        return torch.as_tensor(np.ascontiguousarray(rows)).to(self.device, kind)
+        return torch.tensor(rows, dtype=kind, device=self.device)
 
 
 def _refuse_nonfinite(episodes: Episodes) -> None:

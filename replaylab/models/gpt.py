@@ -119,10 +119,15 @@ class Block(nn.Module):
         self.qkv, self.out = Linear(generators, width, 3 * width), Linear(generators, width, width)
         self.up, self.down = Linear(generators, width, 4 * width), Linear(generators, 4 * width, width)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # (members, batch * tokens, width), (.., 1, tokens, tokens)
+    def forward(self, x: Tensor, mask: Tensor, keep: slice | None = None) -> Tensor:
+        """(members, batch * tokens, width), (members * batch, 1, tokens, tokens) -> the tokens kept: all of them are
+        looked at, but what nobody reads afterwards need not look."""
         tokens, drop = mask.shape[-1], self.dropout if self.training else 0.0
         qkv = self.qkv(self.norm1(x)).view(-1, tokens, 3, self.heads, x.shape[-1] // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (members * batch, heads, tokens, width / heads) each
+        if keep is not None:
+            q, mask = q[:, :, keep], mask[:, :, keep]
+            x = x.view(len(x), -1, tokens, x.shape[-1])[:, :, keep].flatten(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)
         x = x + F.dropout(self.out(y.transpose(1, 2).reshape(x.shape)), drop)
         return x + F.dropout(self.down(self.activation(self.up(self.norm2(x)))), drop)
@@ -137,6 +142,7 @@ class DecisionTransformer(nn.Module):
         self.shape, members, width = shape, len(generators), shape.width
         self.per_step = 3 if shape.returns else 2
         tokens, squash = self.per_step * shape.context, shape.style == "tanh"
+        self.states = slice(self.per_step - 2, None, self.per_step)  # which tokens are states
         pixels = len(shape.observation) == 3
         if pixels:
             self.embed_state: nn.Module = Frames(generators, shape.observation[0], width)
@@ -188,18 +194,21 @@ class DecisionTransformer(nn.Module):
         returns: Tensor,  # (members, batch, context), scaled
         timesteps: Tensor,  # (members, batch, context) integers
         mask: Tensor,  # (members, batch, context), 1 where a step is real; padding stands on the left
+        keep: slice | None = None,
     ) -> Tensor:
         """What the transformer makes of each token, (members, batch, context, tokens a step, width): [..., -2, :]
-        knows everything up to the state, [..., -1, :] the action too."""
+        knows everything up to the state, [..., -1, :] the action too. With `keep`, of those tokens of the window only,
+        (members, batch, kept, width)."""
         members, batch, steps = mask.shape
         x = self._tokens(states, actions, returns, timesteps, mask).reshape(members, -1, self.shape.width)
         if self.shape.style == "norm":
             x = self.embed_norm(x)
         x = F.dropout(x, self.shape.dropout, self.training)
         allowed = self._allowed(mask, x)
-        for block in self.blocks:
+        for block in self.blocks[:-1]:
             x = block(x, allowed)
-        return self.norm(x).view(members, batch, steps, self.per_step, -1)
+        x = self.norm(self.blocks[-1](x, allowed, keep))
+        return x.view(members, batch, *((steps, self.per_step) if keep is None else (-1,)), self.shape.width)
 
     def _tokens(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor, mask: Tensor) -> Tensor:
         def flat(layer: nn.Module, x: Tensor) -> Tensor:

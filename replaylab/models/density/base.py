@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from replaylab.errors import DataError
+from replaylab.errors import DataError, UsageError
 
 INPUTS = ("sa", "nsa", "sas")  # (s, a), GORMPO's (s', a), the whole transition (s, a, s')
 PERCENTILES = (0.1, 0.2, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 98, 99, 99.5, 99.9)
@@ -80,12 +80,16 @@ class Density(nn.Module):
         """The log_prob below which this percentage of the validation rows lies, between table entries by a line."""
         if self.quantiles.isnan().any():
             raise DataError("this density model has no thresholds yet: call calibrate(validation)")
-        if not PERCENTILES[0] <= percentile <= PERCENTILES[-1]:
-            raise DataError(f"percentile must be from {PERCENTILES[0]} to {PERCENTILES[-1]}, not {percentile}")
+        check_percentile(percentile)
         table = self.quantiles.double()
         right = int(torch.searchsorted(self.percentiles, torch.tensor(percentile, device=table.device)).clamp(min=1))
         low, high = self.percentiles[right - 1].item(), self.percentiles[right].item()
         return torch.lerp(table[right - 1], table[right], (percentile - low) / (high - low)).item()
+
+
+def check_percentile(percentile: float) -> None:
+    if not PERCENTILES[0] <= percentile <= PERCENTILES[-1]:
+        raise UsageError(f"percentile must be from {PERCENTILES[0]} to {PERCENTILES[-1]}, not {percentile}")
 
 
 def _quantiles(scores: Tensor, percentiles: Tensor) -> Tensor:

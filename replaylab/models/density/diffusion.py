@@ -26,7 +26,7 @@ SIGMA = (0.02, 20.0)  # of standardised data
 
 
 class Diffusion(Density):
-    def __init__(self, dim: int, width: int = 512, ode_steps: int = 20):
+    def __init__(self, dim: int, width: int = 256, ode_steps: int = 12):
         super().__init__(dim)
         self.net, self.ode_steps = TraceNet(dim, width), ode_steps
 

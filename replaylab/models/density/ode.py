@@ -29,18 +29,21 @@ FREQUENCIES = 4
 class TraceNet(nn.Module):
     """x, time -> output of x's size, and the trace of its Jacobian in x."""
 
+    frequencies: Tensor
+
     def __init__(self, dim: int, width: int):
         super().__init__()
         self.first = nn.Linear(dim, width, bias=False)
         self.second = nn.Linear(width, width, bias=False)
         self.last = nn.Linear(width, dim)
         self.time = nn.Sequential(nn.Linear(1 + 2 * FREQUENCIES, width), nn.SiLU(), nn.Linear(width, 2 * width))
+        self.register_buffer("frequencies", math.pi * 2.0 ** torch.arange(FREQUENCIES), persistent=False)
         nn.init.zeros_(self.last.weight)  # at first nothing moves
         nn.init.zeros_(self.last.bias)
 
     def layers(self, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
         """What enters the two activations. `time` is (rows, 1) or (1, 1)."""
-        angles = math.pi * time * 2.0 ** torch.arange(FREQUENCIES, device=time.device)
+        angles = time * self.frequencies
         early, late = self.time(torch.cat([time, angles.sin(), angles.cos()], -1)).chunk(2, -1)
         a = self.first(x) + early
         return a, self.second(a * a.sigmoid()) + late
@@ -84,7 +87,7 @@ def travel(motion: Motion, x: Tensor, start: float, end: float, steps: int) -> t
 class NeuralODE(Density):
     """A continuous flow, trained by its exact likelihood."""
 
-    def __init__(self, dim: int, width: int = 256, ode_steps: int = 6):
+    def __init__(self, dim: int, width: int = 256, ode_steps: int = 8):
         super().__init__(dim)
         self.net, self.ode_steps = TraceNet(dim, width), ode_steps
 

@@ -39,24 +39,26 @@ class VAE(Density):
         return mean, low + (high - low) * torch.sigmoid(raw)
 
     def log_weight(self, x: Tensor, mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
-        """log p(x | z) + log p(z) - log q(z | x) at z = mean + std noise: (rows,)."""
+        """log p(x | z) + log p(z) - log q(z | x) at z = mean + std noise, one for each row."""
         latent = mean + log_std.exp() * noise
         centre, spread = self.decode(latent)
         log_likelihood = log_normal((x - centre) * torch.exp(-spread)) - spread.sum(-1)
-        return log_likelihood + log_normal(latent) - (log_normal(noise.expand_as(mean)) - log_std.sum(-1))
+        return log_likelihood + log_normal(latent) - (log_normal(noise) - log_std.sum(-1))
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = self.encoder(x).chunk(2, -1)
         return mean, log_std.clamp(-8, 3)
 
-    def bound(self, x: Tensor, noise: Tensor) -> Tensor:  # noise (samples, rows or 1, latent) -> (rows,)
-        posterior = self.encode(x)
-        weights = torch.stack([self.log_weight(x, *posterior, one) for one in noise])  # (samples, rows)
-        return weights.logsumexp(0) - math.log(len(noise))
-
     def log_density(self, z: Tensor) -> Tensor:
-        return self.bound(z, self.noise[:, None])
+        posterior = self.encode(z)
+        return _bound(torch.stack([self.log_weight(z, *posterior, noise) for noise in self.noise]))  # little memory
 
     def loss(self, x: Tensor) -> Tensor:
         """The bound with a few fresh draws: with one, the ELBO, training lingers where the latent says nothing."""
-        return -self.bound(self.blur(x), torch.randn(TRAINING_SAMPLES, len(x), self.latent, device=x.device)).mean()
+        z = self.blur(x)
+        noise = torch.randn(TRAINING_SAMPLES, len(x), self.latent, device=x.device)
+        return -_bound(self.log_weight(z, *self.encode(z), noise)).mean()
+
+
+def _bound(log_weights: Tensor) -> Tensor:  # (samples, rows) -> (rows,)
+    return log_weights.logsumexp(0) - math.log(len(log_weights))

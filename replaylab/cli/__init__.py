@@ -1,0 +1,55 @@
+"""The command line: argument parsing and printing. Every verb calls one public function."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from replaylab import __version__
+from replaylab.cli.data import build_data
+from replaylab.cli.parser import Parser
+from replaylab.cli.runs import build_runs
+from replaylab.errors import ReplaylabError
+
+
+def build(words: Sequence[str]) -> Parser:
+    parser = Parser(prog="replaylab", description="Learn decisions from logged data.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"replaylab {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=Parser)
+    build_data(verbs, words)
+    build_runs(verbs)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in words  # allowed anywhere
+    try:
+        words = [word for word in words if word != "--debug"]
+        args = build(words).parse_args(words)
+        args.run(args)
+        return 0
+    except ReplaylabError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"replaylab: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("replaylab: stopped", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `replaylab ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except OSError as error:
+        if debug:
+            raise
+        print(f"replaylab: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        print(f"replaylab: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        return 1

@@ -1,0 +1,89 @@
+"""The parser: argparse with one-line errors, and the options that reading data has everywhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from replaylab.errors import UsageError, nearest
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one line for a mistake, and the nearest option for a misspelt one."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            leaf = _leaf(self, args)
+            raise UsageError(f"unknown option {unknown[0]}{nearest(unknown[0], _options(leaf))}")
+        return parsed
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    return [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+
+
+def _leaf(parser: argparse.ArgumentParser, args: Any) -> argparse.ArgumentParser:
+    """The sub-parser that the words of the command line lead to."""
+    for word in sys.argv[1:] if args is None else args:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
+                parser = action.choices[word]
+                break
+    return parser
+
+
+def add_verb(verbs: Any, name: str, help: str, run: Any) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(
+        name,
+        help=help,
+        description=help[0].upper() + help[1:] + ".",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def data_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("reading data")
+    group.add_argument("--format", help="file format; found from the file when not given")
+    group.add_argument("--columns", nargs="+", metavar="NAME=COLUMN[,COLUMN]", help="columns of a CSV or Parquet file")
+    group.add_argument("--max-episode-steps", type=int, metavar="N", help="an episode ends after N steps")
+    group.add_argument("--split", choices=["flags", "discontinuity"], help="where unmarked episodes end")
+    replay = parser.add_argument_group("reading a part of a DQN-replay log")
+    for option, name, text in (
+        ("--num-steps", "max_steps", "about so many rows, in whole episodes, evenly from its checkpoints"),
+        ("--num-buffers", "checkpoints", "only the last so many checkpoints"),
+        ("--trajectories-per-buffer", "episodes_per_checkpoint", "at most so many episodes of a checkpoint"),
+    ):
+        replay.add_argument(option, dest=name, type=int, metavar="N", help=text)
+
+
+def read_options(args: argparse.Namespace) -> dict[str, Any]:
+    from replaylab.data.read import PART
+
+    found = {k: getattr(args, k) for k in ("format", "max_episode_steps", "split", *PART) if hasattr(args, k)}
+    if hasattr(args, "columns"):
+        from replaylab.data.formats.table import parse_columns
+
+        found["columns"] = parse_columns(args.columns)
+    return found
+
+
+def assignments(words: Sequence[str]) -> dict[str, Any]:
+    """NAME=JSON words of a `--set` option."""
+    found = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except ValueError as error:
+            raise UsageError(f"--set {word}: expected NAME=JSON, such as keep=0.05 or reward=[0.5,1]") from error
+    return found

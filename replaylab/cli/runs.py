@@ -1,0 +1,203 @@
+"""`replaylab train`, `density`, `eval`, `report` and `bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from replaylab.algos import SYSTEMS, system
+from replaylab.cli.parser import Parser, add_verb, assignments, data_options, read_options
+from replaylab.config import add_arguments
+
+
+def build_runs(verbs: Any) -> None:
+    _build_train(verbs)
+    _build_density(verbs)
+    verb = add_verb(verbs, "eval", "play episodes with a trained policy", _eval)
+    verb.add_argument("runs", nargs="+", metavar="RUN")
+    verb.add_argument("--env", help="environment; default: the run's own")
+    verb.add_argument("--episodes", type=int, default=100, help="episodes per seed (default: 100)")
+    verb.add_argument("--seed", type=int, help="seed of the first episode")
+    verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    verb.add_argument(
+        "--target", nargs="+", type=float, metavar="R", help="returns to ask a dt for, played in one batch"
+    )
+    verb.add_argument("--noise-action", type=float, metavar="S", help="deviation of Gaussian noise on actions")
+    verb.add_argument("--noise-transition", type=float, metavar="S", help="deviation of noise on observations")
+    verb.add_argument("--noise-rate", type=float, metavar="P", help="probability of noise at a step (default: 1)")
+    verb.add_argument("--json", action="store_true", help="print the records as JSON")
+
+    verb = add_verb(verbs, "report", "one self-contained HTML page from run folders", _report)
+    verb.add_argument("runs", nargs="+", metavar="RUN")
+    verb.add_argument("--out", help="the page (default: RUN/report.html, or report.html for several runs)")
+    verb.add_argument("--json", action="store_true", help="print the table as JSON instead")
+
+    verb = add_verb(verbs, "bench", "time the hot paths on this machine", _bench)
+    verb.add_argument("cases", nargs="*", metavar="CASE", help="default: all of them")
+    verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    verb.add_argument("--json", metavar="FILE", help="write the figures there too")
+    verb.add_argument("--against", metavar="PEER", help="time a peer beside us: sb3")
+
+
+def _build_train(verbs: Any) -> None:
+    from replaylab.train import Options
+
+    verb = add_verb(verbs, "train", "train a system on logged data", None)
+    systems = verb.add_subparsers(title="systems", required=True, metavar="SYSTEM", parser_class=Parser)
+    for name in SYSTEMS:
+        module = system(name)
+        parser = add_verb(systems, name, (module.__doc__ or name).splitlines()[0].rstrip("."), _train)
+        parser.set_defaults(system=name)
+        parser.add_argument(
+            "--data", nargs="+", required=True, metavar="X", help="files or folders; several are joined"
+        )
+        parser.add_argument("--out", metavar="D", help="run folder (default: runs/SYSTEM-DATA)")
+        parser.add_argument("--preset", help=f"named settings: {', '.join(module.PRESETS)}")
+        parser.add_argument("--config", metavar="F", help="YAML file of settings")
+        parser.add_argument("--resume", action="store_true", help="go on where the run folder stopped")
+        parser.add_argument("--overwrite", action="store_true", help="start anew in a folder that holds a run")
+        add_arguments(parser, module.Config)
+        add_arguments(parser, Options)
+        data_options(parser)
+
+
+def _build_density(verbs: Any) -> None:
+    density = add_verb(verbs, "density", "how likely are states and actions under the data", None)
+    inner = density.add_subparsers(title="density verbs", required=True, metavar="VERB", parser_class=Parser)
+    verb = add_verb(inner, "fit", "fit a density model, with thresholds and a test on shifted rows", _density_fit)
+    verb.add_argument("--data", nargs="+", required=True, metavar="X", help="files or folders; several are joined")
+    verb.add_argument("--kind", required=True, metavar="realnvp|vae|kde|diffusion|neuralode")
+    verb.add_argument("--out", required=True, metavar="D", help="the model's folder")
+    verb.add_argument("--inputs", metavar="sa|nsa|sas", help="(s, a), (s', a) or (s, a, s') (default: nsa)")
+    verb.add_argument("--steps", type=int, metavar="N", help="updates; default: the kind's own")
+    verb.add_argument("--batch-size", type=int, metavar="N", help="rows a batch (default: 512)")
+    verb.add_argument("--lr", type=float, help="Adam's learning rate (default: 0.001)")
+    verb.add_argument(
+        "--percentile", type=float, metavar="P", help="of validation rows below the threshold (default: 1)"
+    )
+    verb.add_argument("--distances", type=float, nargs="+", metavar="R", help="shifts of the test; default: GORMPO's")
+    verb.add_argument("--set", nargs="+", metavar="NAME=JSON", help="settings of the kind, such as couplings=8")
+    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    verb.add_argument("--overwrite", action="store_true")
+    data_options(verb)
+    verb = add_verb(inner, "score", "how likely other data is under a density model", _density_score)
+    verb.add_argument("folder", metavar="D")
+    verb.add_argument("--data", nargs="+", required=True, metavar="Y")
+    verb.add_argument("--percentile", type=float, metavar="P", help="default: the one it was fitted with")
+    verb.add_argument("--out", metavar="PAGE", help="write a page with a histogram")
+    verb.add_argument("--json", action="store_true", help="print as JSON")
+    verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    data_options(verb)
+
+
+def _train(args: argparse.Namespace) -> None:
+    from replaylab.report import report
+    from replaylab.train import settings_of, train
+
+    settings = {k: v for k, v in vars(args).items() if k in settings_of(system(args.system))}
+    path = train(
+        args.system,
+        args.data,
+        out=getattr(args, "out", None),
+        preset=getattr(args, "preset", None),
+        config=getattr(args, "config", None),
+        resume=hasattr(args, "resume"),
+        overwrite=hasattr(args, "overwrite"),
+        data_options=read_options(args),
+        **settings,
+    )
+    print(f"run folder: {path}\nreport:     {report([path], path / 'report.html')}")
+
+
+def _density_fit(args: argparse.Namespace) -> None:
+    from replaylab.density import fit
+
+    own = ("inputs", "steps", "batch_size", "lr", "percentile", "distances", "seed", "device")
+    given = {k: v for k, v in vars(args).items() if k in own} | assignments(getattr(args, "set", []))
+    options = read_options(args)
+    model = fit(args.data, args.kind, args.out, overwrite=hasattr(args, "overwrite"), data_options=options, **given)
+    for test in model.report["tests"]:
+        print("shifted by {distance:g}: AUROC {auroc:.3f}, found {tpr:.1%}, left alone {tnr:.1%}".format(**test))
+    print(f"wrote {args.out}: {args.kind}, threshold {model.report['threshold']:.2f}; see {args.out}/report.html")
+
+
+def _density_score(args: argparse.Namespace) -> None:
+    from replaylab.density import score
+
+    given = {k: v for k, v in vars(args).items() if k in ("percentile", "out", "device")}
+    found = score(args.folder, args.data, data_options=read_options(args), **given)
+    if hasattr(args, "json"):
+        print(json.dumps(found))
+        return
+    told = ", AUROC {auroc:.3f}, found {tpr:.1%}, left alone {tnr:.1%}".format(**found) if "auroc" in found else ""
+    print(f"{found['rows']} rows, {found['flagged']:.1%} below the threshold {found['threshold']:.2f}{told}")
+    if hasattr(args, "out"):
+        print(f"wrote {args.out}")
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from replaylab.evaluate import SEED, evaluate, summary
+
+    noise = None
+    if hasattr(args, "noise_action") or hasattr(args, "noise_transition"):
+        from replaylab.envs.noise import Noise
+
+        rate = getattr(args, "noise_rate", 1.0)
+        noise = Noise(
+            action_scale=getattr(args, "noise_action", 0.0),
+            action_rate=rate,
+            transition_scale=getattr(args, "noise_transition", 0.0),
+            transition_rate=rate,
+        )
+    found = []
+    for run in args.runs:
+        records = evaluate(
+            run,
+            getattr(args, "env", None),
+            episodes=args.episodes,
+            seed=getattr(args, "seed", SEED),
+            noise=noise,
+            device=args.device,
+            targets=getattr(args, "target", []),
+        )
+        for settings in {json.dumps(record["settings"]): record["settings"] for record in records}.values():
+            part = [record for record in records if record["settings"] == settings]
+            found.append({"run": run, "settings": settings, **summary(part), "records": part})
+    if hasattr(args, "json"):
+        print(json.dumps(found))
+        return
+    for row in found:
+        interval = "" if row["low"] is None else f" [{row['low']:.1f}, {row['high']:.1f}]"
+        error = "" if row["error"] is None else f" ± {row['error']:.1f} s.e."
+        print(
+            f"{row['run']}{_label(row['settings'])}: {row['env']} {row['score']} {row['mean']:.1f}{error}, "
+            f"IQM {row['iqm']:.1f}{interval}, raw return {row['return']:.1f}, "
+            f"length {row['length']:.0f}; {row['seeds']} seeds, {row['episodes']} episodes"
+        )
+
+
+def _label(settings: dict[str, Any]) -> str:
+    return f" (target {settings['target']:g})" if "target" in settings else ""
+
+
+def _report(args: argparse.Namespace) -> None:
+    from replaylab.report import report, summarize_runs
+
+    if hasattr(args, "json"):
+        print(json.dumps(summarize_runs(args.runs)))
+        return
+    default = f"{args.runs[0].rstrip('/')}/report.html" if len(args.runs) == 1 else "report.html"
+    print(f"wrote {report(args.runs, getattr(args, 'out', default))}")
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from replaylab.bench import bench
+
+    bench(
+        getattr(args, "cases", []),
+        device=args.device,
+        json_path=getattr(args, "json", None),
+        against=getattr(args, "against", None),
+    )
