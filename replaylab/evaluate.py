@@ -194,7 +194,7 @@ def evaluate_agent(
     targets: Sequence[float] = (),
 ) -> list[dict[str, Any]]:
     """One record a seed (and target): every episode's return and length, raw and normalised."""
-    _check_spaces(env_id, spaces)
+    check_spaces(env_id, spaces)
     targets = list(targets or getattr(agent, "targets", []))
     begin = (lambda batch: agent.begin(batch, targets)) if hasattr(agent, "begin") else None
     variants = max(1, len(targets))
@@ -223,7 +223,7 @@ def evaluate_agent(
     ]
 
 
-def _check_spaces(env_id: str, spaces: Spaces) -> None:
+def check_spaces(env_id: str, spaces: Spaces) -> None:
     from replaylab import envs
 
     env = envs.make_vec(env_id, 1)

@@ -25,7 +25,7 @@ from replaylab.data.inspect import summarize
 from replaylab.data.read import load
 from replaylab.data.sample import BLOCK
 from replaylab.errors import DataError, ReplaylabError, UsageError, nearest
-from replaylab.evaluate import evaluate_agent, pick_device, summary
+from replaylab.evaluate import check_spaces, evaluate_agent, pick_device, summary
 from replaylab.progress import Progress, duration
 from replaylab.run import RunFolder, machine
 from replaylab.step import Stepper
@@ -92,8 +92,10 @@ def train(
         paths = [str(p) for p in ([data] if isinstance(data, (str, Path)) else data)]
         episodes = load(paths, **(data_options or {}))
     if options.env:  # whatever the data says, or does not say
+        check_spaces(options.env, Spaces.of(episodes))
         episodes = replace(episodes, meta=episodes.meta | {"env_id": options.env})
-    options.env = episodes.env_id
+    elif episodes.env_id:
+        options.env = _usable(episodes.env_id, Spaces.of(episodes))
     values = {"system": system_name, "data": paths, "data_options": data_options or {}, "preset": preset}
     values |= asdict(options) | asdict(algorithm)
     folder = RunFolder(out or Path("runs") / f"{system_name}-{_name(episodes, paths)}")
@@ -102,6 +104,16 @@ def train(
         with Trainer(folder, module, options, algorithm, episodes, values) as trainer:
             trainer.run()
     return folder.path
+
+
+def _usable(env_id: str, spaces: Spaces) -> str | None:
+    """The environment that the data names, if it can be had here: nobody asked for it, so training goes on without."""
+    try:
+        check_spaces(env_id, spaces)
+    except ReplaylabError as error:
+        print(f"note: nothing will be evaluated: {error}", file=sys.stderr)
+        return None
+    return env_id
 
 
 def _name(episodes: Episodes, paths: Sequence[str]) -> str:

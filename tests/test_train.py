@@ -113,6 +113,15 @@ def test_resume_refuses_other_settings_and_fresh_runs_refuse_old_folders(log, tm
     assert (tmp_path / "other" / "thesis.tex").read_text() == "dear"
 
 
+def test_a_wrong_environment_is_told_before_training(log, tmp_path, capsys):
+    with pytest.raises(UsageError, match="shows \\(11,\\), the data has observations of \\(4,\\)"):
+        replaylab.train("bc", log, env="d4rl/hopper", out=tmp_path / "r", **SMALL)
+    assert not (tmp_path / "r").exists()
+    log.meta["env_id"] = "NoSuchThing-v0"  # what the data says is only a hint
+    replaylab.train("bc", log, out=tmp_path / "r", **SMALL)
+    assert "nothing will be evaluated: unknown environment 'NoSuchThing-v0'" in capsys.readouterr().err
+
+
 def test_unknown_names(log, tmp_path):
     with pytest.raises(UsageError, match="did you mean 'batch_size'"):
         replaylab.train("bc", log, out=tmp_path / "r", batch_sise=3)
@@ -294,7 +303,8 @@ sys.path[:0] = ["."]
 import numpy as np, replaylab
 rng = np.random.default_rng(0)
 ends = np.arange(100) % 20 == 19
-log = replaylab.from_rows(rng.standard_normal((100, 3)), rng.uniform(-1, 1, (100, 1)), rng.standard_normal(100), ends)
+rows = rng.standard_normal((100, 3)), rng.uniform(-1, 1, (100, 1)), rng.standard_normal(100), ends
+log = replaylab.from_rows(*rows, meta={{"env_id": "d4rl/hopper"}})  # whose simulator is not there
 run = replaylab.train("bc", log, out={str(tmp_path / "r")!r}, preset="debug", device="cpu")
 replaylab.report([run], run / "report.html")
 from replaylab.cli import main
@@ -305,3 +315,4 @@ print(replaylab.load_policy(run).act(np.zeros((2, 3))).shape)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("(2, 1)")
+    assert "nothing will be evaluated: replaylab.envs needs gymnasium: pip install" in done.stderr
