@@ -182,7 +182,6 @@ def load_policy(
 @torch.no_grad()
 def evaluate_agent(
     agent: Any,
-    spaces: Spaces,
     seeds: Sequence[int],
     env_id: str,
     episodes: int,
@@ -194,7 +193,6 @@ def evaluate_agent(
     targets: Sequence[float] = (),
 ) -> list[dict[str, Any]]:
     """One record a seed (and target): every episode's return and length, raw and normalised."""
-    check_spaces(env_id, spaces)
     targets = list(targets or getattr(agent, "targets", []))
     begin = (lambda batch: agent.begin(batch, targets)) if hasattr(agent, "begin") else None
     variants = max(1, len(targets))
@@ -268,13 +266,14 @@ def evaluate(
     env_id = env or folder.config().get("env")
     if env_id is None:
         raise UsageError(f"{run} was trained without an environment: name one with --env")
+    check_spaces(env_id, spaces)
     if targets:
         _check_targets(agent, targets)
     settings: dict[str, Any] = {} if seed == SEED else {"seed": seed}
     if noise is not None:
         settings["noise"] = {k: v for k, v in vars(noise).items() if v != getattr(type(noise), k, None)}
     records = evaluate_agent(
-        agent, spaces, seeds, env_id, episodes,
+        agent, seeds, env_id, episodes,
         seed=seed, noise=noise, device=where, settings=settings, targets=targets,
     )  # fmt: skip
     step = folder.checkpoints()[-1].name.removeprefix("step-")

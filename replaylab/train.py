@@ -266,9 +266,7 @@ class Trainer:
         if self.options.env is None or episodes < 1:
             return
         self.agent.eval()
-        records = evaluate_agent(
-            self.agent, self.spaces, self.options.seeds, self.options.env, episodes, device=self.device
-        )
+        records = evaluate_agent(self.agent, self.options.seeds, self.options.env, episodes, device=self.device)
         self.agent.train()
         self.folder.append("eval.jsonl", [{"step": self.step, **record} for record in records])
         found = summary(records)

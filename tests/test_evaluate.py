@@ -99,12 +99,9 @@ def test_evaluation_leaves_the_random_numbers_of_training_alone(tmp_path):
         def act(self, observations, state):
             return torch.randn(*observations.shape[:2], 1), state
 
-    from replaylab.algos import Spaces
-
-    spaces = Spaces([2], "float32", 1, False, [-1.0], [1.0])
     torch.manual_seed(3)
     a = torch.randn(4)
     torch.manual_seed(3)
-    evaluate_module().evaluate_agent(Sampler(), spaces, [0], "Countdown-v0", 3)
+    evaluate_module().evaluate_agent(Sampler(), [0], "Countdown-v0", 3)
     assert torch.equal(a, torch.randn(4))
     assert callable(evaluate)
