@@ -20,6 +20,7 @@ from replaylab.data.read import load
 from replaylab.data.write import save
 from replaylab.errors import DataError, ReplaylabError, UsageError
 from replaylab.evaluate import evaluate, load_policy
+from replaylab.offpolicy import assess
 from replaylab.report import report
 from replaylab.train import train
 
@@ -28,6 +29,7 @@ __all__ = [
     "Episodes",
     "ReplaylabError",
     "UsageError",
+    "assess",
     "evaluate",
     "from_rows",
     "load",

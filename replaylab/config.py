@@ -105,6 +105,27 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type) -> None:
         group.add_argument("--" + knob.name.replace("_", "-"), **options)
 
 
+def add_sweep_arguments(parser: argparse.ArgumentParser, cls: type, names: Iterable[str], title: str) -> None:
+    """Options for the named fields that take several values each."""
+    group, hints = parser.add_argument_group(title), typing.get_type_hints(cls)
+    for knob in fields(cls):
+        if knob.name in names and "--" + knob.name.replace("_", "-") not in parser._option_string_actions:
+            kind = _value_type(hints[knob.name])[0]
+            read = _boolean if kind is bool else kind
+            choices = knob.metadata["choices"]
+            group.add_argument(
+                "--" + knob.name.replace("_", "-"), dest=knob.name, nargs="+", type=read, choices=choices,
+                metavar="|".join(choices) if choices else kind.__name__.upper(), default=argparse.SUPPRESS,
+                help=knob.metadata["help"].replace("%", "%%"),
+            )  # fmt: skip
+
+
+def _boolean(word: str) -> bool:
+    if word not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, not '{word}'")
+    return word == "true"
+
+
 # --- YAML
 
 _OWN_LINE = re.compile(r"^([A-Za-z_]\w*): (.+)$")

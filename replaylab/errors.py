@@ -47,6 +47,9 @@ _EXTRAS = {
     "tensorboard": ("tensorboard", "track"),
     "wandb": ("wandb", "track"),
     "stable_baselines3": ("stable-baselines3", "peers"),
+    "d3rlpy": ("d3rlpy", "d3rlpy"),
+    "ray": ("ray", "cluster"),
+    "PIL": ("pillow", "atari"),
 }
 
 

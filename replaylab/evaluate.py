@@ -6,9 +6,11 @@ episode that is started is played to its end and counted once: short episodes ar
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from replaylab import scores, stats
 from replaylab.algos import Spaces, system
-from replaylab.config import resolve
+from replaylab.config import check, resolve
 from replaylab.errors import UsageError
 from replaylab.run import RunFolder
 
@@ -255,10 +257,12 @@ def evaluate(
     noise: Noise | None = None,
     device: str = "auto",
     targets: Sequence[float] = (),
+    acting: dict[str, Sequence[Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate every seed of a run folder; the records are returned and added to its eval.jsonl.
 
     targets: returns to ask a Decision Transformer for, one record each.
+    acting: settings of how the policy acts, several values each: every combination is played.
     """
     folder = RunFolder(run).require()
     where = pick_device(device)
@@ -272,14 +276,22 @@ def evaluate(
     settings: dict[str, Any] = {} if seed == SEED else {"seed": seed}
     if noise is not None:
         settings["noise"] = {k: v for k, v in vars(noise).items() if v != getattr(type(noise), k, None)}
-    records = evaluate_agent(
-        agent, seeds, env_id, episodes,
-        seed=seed, noise=noise, device=where, settings=settings, targets=targets,
-    )  # fmt: skip
+    records = []
+    for values in _combinations(agent, acting or {}):
+        agent.config = replace(agent.config, **values)
+        records += evaluate_agent(
+            agent, seeds, env_id, episodes,
+            seed=seed, noise=noise, device=where, settings=settings | values, targets=targets,
+        )  # fmt: skip
     step = folder.checkpoints()[-1].name.removeprefix("step-")
     records = [{"step": int(step), **record} for record in records]
     folder.append("eval.jsonl", records)
     return records
+
+
+def _combinations(agent: Any, acting: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    checked = {name: [check(type(agent.config), name, value) for value in given] for name, given in acting.items()}
+    return [dict(zip(checked, values, strict=True)) for values in itertools.product(*checked.values())]
 
 
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

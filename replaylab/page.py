@@ -125,7 +125,7 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]]) -> Html
         f'<section id="s{i}"><h2>{escape(heading)}</h2>{escape(content)}</section>'
         for i, (heading, content) in enumerate(sections)
     )
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return Html(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -223,4 +223,5 @@ svg .label{fill:var(--text)}
 .cell{fill:var(--v)}.scale i{background:var(--v)}
 @media (max-width:480px){header,main{padding-left:10px;padding-right:10px}section{padding:14px 12px}}
 @media print{section{break-inside:avoid;border:0}nav{display:none}}
+figure img{max-width:100%;image-rendering:pixelated}
 """

@@ -31,6 +31,7 @@ from replaylab.page import (
     write_page,
 )
 from replaylab.results import Evaluations, Run, compare, finite, read_runs, rows_of, summarize_runs, text
+from replaylab.sections import sections_of
 
 __all__ = ["report", "summarize_runs"]
 
@@ -46,6 +47,7 @@ def report(run_paths: Iterable[str | Path], out: str | Path) -> Path:
     styles = _styles(runs)
     sections = [
         ("Scores", _score_html(rows, _curves(runs, styles), styles)),
+        *sections_of(runs),
         ("Training", _training_html(runs, styles)),
         ("Data", _data_html(runs)),
         ("Configuration", _config_html(runs)),

@@ -133,7 +133,8 @@ def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations
 
 
 def _notes(run: Run) -> list[str]:
-    notes = []
+    said = run.info.get("notes")
+    notes = [text(note) for note in said] if isinstance(said, list) else []
     status = run.info.get("status")
     if status != "finished":
         notes.append(f"not finished ({text(status or 'unknown')}): this is what there is so far")

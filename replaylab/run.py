@@ -5,6 +5,7 @@ run.json        command, machine, versions, data summary, status, time
 metrics.jsonl   one line per seed at each logging step
 eval.jsonl      one line per seed at each evaluation, with every episode's return
 checkpoints/    step-N/: weights.safetensors, training.safetensors, state.json
+media/          pictures and films that a system made, where it makes any
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class RunFolder:
         path = self.path / "run.json"
         info = self.info() if path.exists() else {}
         write_whole(path, json.dumps(info | values, indent=1))
+
+    def write_media(self, name: str, content: bytes) -> None:
+        (self.path / "media").mkdir(exist_ok=True)
+        (self.path / "media" / Path(name).name).write_bytes(content)
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         with open(self.path / name, "a") as file:

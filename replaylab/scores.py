@@ -84,9 +84,10 @@ def reference(env_id: str) -> tuple[float, float] | None:
     Understands `d4rl/hopper`, `hopper`, `Hopper-v5`, `hopper-medium-v2`, `hopper/medium-v0`, `maze2d-large-dense-v1`,
     `mujoco/hopper/medium-v0`, `D4RL/pen/human-v2`, `atari/BankHeist`, `atari/bank_heist` and the like.
     """
-    if env_id.lower().startswith("atari/"):
+    if env_id.lower().startswith(("atari/", "atari-rgb/")):
         plain = {game.replace("_", ""): scores for game, scores in ATARI.items()}
-        return plain.get(re.sub(r"[_-]", "", env_id.lower()))
+        game = env_id.lower().partition("/")[2].partition(",")[0]
+        return plain.get("atari/" + re.sub(r"[_-]", "", game))
     name = re.sub(r"[/_:]", "-", env_id.lower())
     name = re.sub(r"^(d4rl-|mujoco-)", "", re.sub(r"-v\d+$", "", name))
     words = name.split("-")

@@ -32,7 +32,17 @@ from replaylab.step import Stepper
 from replaylab.track import TRACKERS, open_trackers
 
 # what may differ between a run and its resumption
-FREE_TO_CHANGE = {"steps", "device", "compile", "track", "checkpoint_minutes", "preset"}
+FREE_TO_CHANGE = {
+    "steps",
+    "behavior_steps",
+    "critic_steps",
+    "device",
+    "compile",
+    "track",
+    "checkpoint_minutes",
+    "preset",
+}
+WORTH = 20  # seconds of work at the end of a phase that are worth a checkpoint
 
 
 @dataclass
@@ -60,7 +70,7 @@ class Interrupted(ReplaylabError):
 
 def train(
     system_name: str,
-    data: Episodes | str | Path | Sequence[str | Path],
+    data: Episodes | str | Path | Sequence[str | Path] | None = None,
     *,
     out: str | Path | None = None,
     preset: str | None = None,
@@ -73,7 +83,7 @@ def train(
     """Train a system on logged data; returns the run folder.
 
     `settings` are fields of `Options` and of the system's `Config`. They win over the YAML file `config`, which wins
-    over `preset`, which wins over the defaults.
+    over `preset`, which wins over the defaults. A system that makes its own data (mbarc) takes `env` and no data.
     """
     module = system(system_name)
     if preset is not None and preset not in module.PRESETS:
@@ -86,24 +96,44 @@ def train(
     options, algorithm = resolve([Options, module.Config], layers)
     if not options.seeds or len(set(options.seeds)) != len(options.seeds):
         raise UsageError("seeds must be distinct, and at least one")
-    if isinstance(data, Episodes):
-        episodes, paths = data, [str(data.meta.get("source") or "arrays")]
+    paths: list[str] = []
+    source: Episodes | str
+    if getattr(module, "ONLINE", False):
+        source = options.env = _environment(system_name, module, data, options.env)
+        spaces = module.spaces(source)
     else:
-        paths = [str(p) for p in ([data] if isinstance(data, (str, Path)) else data)]
-        episodes = load(paths, **(data_options or {}))
-    if options.env:  # whatever the data says, or does not say
-        check_spaces(options.env, Spaces.of(episodes))
-        episodes = replace(episodes, meta=episodes.meta | {"env_id": options.env})
-    elif episodes.env_id:
-        options.env = _usable(episodes.env_id, Spaces.of(episodes))
+        source, paths = _logs(system_name, data, data_options)
+        spaces = Spaces.of(source)
+        if options.env:  # whatever the data says, or does not say
+            check_spaces(options.env, spaces)
+            source = replace(source, meta=source.meta | {"env_id": options.env})
+        elif source.env_id:
+            options.env = _usable(source.env_id, spaces)
     values = {"system": system_name, "data": paths, "data_options": data_options or {}, "preset": preset}
     values |= asdict(options) | asdict(algorithm)
-    folder = RunFolder(out or Path("runs") / f"{system_name}-{_name(episodes, paths)}")
+    folder = RunFolder(out or Path("runs") / f"{system_name}-{_name(source, paths)}")
     with folder.lock():
         _prepare(folder, values, resume, overwrite)
-        with Trainer(folder, module, options, algorithm, episodes, values) as trainer:
+        with Trainer(folder, module, options, algorithm, source, spaces, values) as trainer:
             trainer.run()
     return folder.path
+
+
+def _logs(system_name: str, data: Any, data_options: dict[str, Any] | None) -> tuple[Episodes, list[str]]:
+    if data is None:
+        raise UsageError(f"{system_name} learns from logs: name them with --data")
+    if isinstance(data, Episodes):
+        return data, [str(data.meta.get("source") or "arrays")]
+    paths = [str(p) for p in ([data] if isinstance(data, (str, Path)) else data)]
+    return load(paths, **(data_options or {})), paths
+
+
+def _environment(system_name: str, module: Any, data: Any, env: str | None) -> str:
+    if data is not None:
+        raise UsageError(f"{system_name} makes its own data: leave --data out")
+    if env is None:
+        raise UsageError(f"{system_name} plays while it learns: name an environment with --env")
+    return module.environment(env) if hasattr(module, "environment") else env
 
 
 def _usable(env_id: str, spaces: Spaces) -> str | None:
@@ -116,11 +146,13 @@ def _usable(env_id: str, spaces: Spaces) -> str | None:
     return env_id
 
 
-def _name(episodes: Episodes, paths: Sequence[str]) -> str:
+def _name(source: Episodes | str, paths: Sequence[str]) -> str:
     """A short name for the data: what it calls itself, else its file's name."""
+    if isinstance(source, str):
+        return source.split("/")[-1]
     if len(paths) > 1:
         return "mix"
-    return str(episodes.meta.get("dataset_id") or Path(paths[0]).stem).replace("/", "-")
+    return str(source.meta.get("dataset_id") or Path(paths[0]).stem).replace("/", "-")
 
 
 def _prepare(folder: RunFolder, values: dict[str, Any], resume: bool, overwrite: bool) -> None:
@@ -150,18 +182,23 @@ class Trainer:
         module: Any,
         options: Options,
         algorithm: Any,
-        episodes: Episodes,
+        source: Episodes | str,
+        spaces: Spaces,
         values: dict[str, Any],
     ):
-        self.folder, self.options, self.episodes = folder, options, episodes
+        self.folder, self.options = folder, options
         self.device = pick_device(options.device)
         _set_precision(options.deterministic, self.device)
-        self.spaces = Spaces.of(episodes)
         torch.manual_seed(options.seeds[0])
-        self.agent = module.Agent(algorithm, self.spaces, options.seeds, self.device)
-        self.phases: list[Phase] = self.agent.phases(episodes)
+        self.agent = module.Agent(algorithm, spaces, options.seeds, self.device)
+        self.phases: list[Phase] = self.agent.phases(source)
         self.total = sum(phase.steps for phase in self.phases)
         self.step = 0  # updates done, over all phases
+        self.phase = self.done = 0  # which phase, and its updates done
+        self.ended = False  # the phase stopped before its last step
+        self.findings: dict[str, Any] = {}  # of the phases that are over
+        self.notes: list[str] = []
+        self.hooked: dict[str, Tensor] = {}  # the hook's last metrics
         self.spent = 0.0  # seconds of earlier sittings
         self.loaded: dict[str, Tensor] = {}
         self.loaded_count = 0
@@ -175,9 +212,9 @@ class Trainer:
             seconds=0.0,
             status="running",
             machine=machine(self.device),
-            spaces=asdict(self.spaces),
+            spaces=asdict(spaces),
             parameters=sum(p.numel() for p in self.agent.parameters()),
-            data=summarize(episodes),
+            data=None if isinstance(source, str) else summarize(source),
         )
         self._restore()
 
@@ -206,49 +243,99 @@ class Trainer:
     # --- the loop
 
     def run(self) -> None:
-        log_every = self.options.log_every or max(1, self.total // 200)
-        eval_every = self.options.eval_every or max(1, self.total // 10)
-        first = 0
         stepper: Stepper | None = None
-        for phase in self.phases:
-            if self.step < first + phase.steps:
+        for index in range(self.phase, len(self.phases)):
+            phase = self.phases[index]
+            if index > self.phase:
+                self.phase, self.done, self.ended, self.hooked = index, 0, False, {}
+            if self.done < phase.steps and not self.ended:
                 stepper = Stepper(phase, self.device, self.options.compile)
-                self._train(phase, stepper, first, log_every, eval_every)
-            first += phase.steps
+                self._train(phase, stepper)
+                if index < len(self.phases) - 1 and time.monotonic() - self.saved > WORTH:
+                    self._save(stepper)  # a whole phase is worth keeping
         if stepper is not None:  # otherwise the run had finished before
             self._evaluate(self.options.final_episodes)
             self._save(stepper)
 
-    def _train(self, phase: Phase, stepper: Stepper, first: int, log_every: int, eval_every: int) -> None:
+    def _train(self, phase: Phase, stepper: Stepper) -> None:
+        log_every = self.options.log_every or max(1, self.total // 200)
+        eval_every, before = self._evaluations(phase)
         stepper.sums = {k: v.to(self.device) for k, v in self.loaded.items()}
-        stepper.count, self.loaded = self.loaded_count, {}
-        bar = Progress(phase.name, phase.steps, self.step - first)
+        stepper.count, self.loaded, self.loaded_count = self.loaded_count, {}, 0
+        bar = Progress(phase.name, phase.steps, self.done)
+        if phase.begin and self.done == 0:
+            phase.begin()
+        self._tell(bar)
         piece = 1
-        while self.step < first + phase.steps:
-            stop = min(first + phase.steps, (self.step // log_every + 1) * log_every)
-            if eval_every > 0:
-                stop = min(stop, (self.step // eval_every + 1) * eval_every)
-            steps = min(stop - self.step, piece, BLOCK)
-            before = time.monotonic()
-            stepper.run(self.step - first, steps)
+        while self.done < phase.steps:
+            if phase.hook and self.done % phase.every == 0:
+                self.hooked = phase.hook(self.done) or {}
+                self._tell(bar)
+                if phase.stop and phase.stop():
+                    self.ended = True
+                    break
+            left = [phase.steps - self.done, piece, BLOCK, log_every - self.step % log_every]
+            left += [eval_every - (before + self.done) % eval_every] if eval_every > 0 else []
+            left += [phase.every - self.done % phase.every] if phase.every else []
+            began = time.monotonic()
+            stepper.run(self.done, steps := min(left))
+            self.done += steps
             self.step += steps
-            if self.step % log_every == 0 or self.step == first + phase.steps:
+            if self.step % log_every == 0 or self.done == phase.steps:
                 self._log(phase, stepper, bar)
-            bar.update(self.step - first)
+            bar.update(self.done)
             # short enough to answer Ctrl-C and show progress, long enough not to matter
-            piece = BLOCK if time.monotonic() - before < 0.25 else max(1, steps // 2)
+            piece = BLOCK if time.monotonic() - began < 0.25 else max(1, steps // 2)
+            if self.done == phase.steps:
+                break  # saved below, when the phase has finished
             if self.stopped:
                 self._save(stepper)
                 bar.close()
                 raise Interrupted(f"stopped at step {self.step}; resume with the same command plus --resume")
-            if eval_every > 0 and self.step % eval_every == 0 and self.step < self.total:
+            if eval_every > 0 and (before + self.done) % eval_every == 0:
                 self._evaluate(self.options.eval_episodes, bar)
             if time.monotonic() - self.saved > 60 * self.options.checkpoint_minutes:
                 self._save(stepper)
+        if stepper.count:  # the phase ended between two metric lines
+            self._log(phase, stepper, bar)
+        if phase.finish:
+            self._keep(phase.name, phase.finish() or {})
+        self._tell(bar)
         bar.close()
+        if eval_every > 0 and (before + self.done) % eval_every == 0 and self.phase < len(self.phases) - 1:
+            self._evaluate(self.options.eval_episodes)
+
+    def _evaluations(self, phase: Phase) -> tuple[int, int]:
+        """Updates between evaluations (0: none), and the updates of earlier phases that had evaluations."""
+        if not phase.evaluates or self.options.eval_every < 0:
+            return 0, 0
+        steps = [p.steps for p in self.phases if p.evaluates]
+        before = sum(p.steps for p in self.phases[: self.phase] if p.evaluates)
+        return self.options.eval_every or max(1, sum(steps) // 10), before
+
+    def _tell(self, bar: Progress) -> None:
+        """Show what the agent has to say, each line once."""
+        said = getattr(self.agent, "notes", [])
+        new = [note for note in dict.fromkeys(said) if note not in self.notes]
+        said.clear()
+        for note in new:
+            bar.say(f"note: {note}")
+        if new:
+            self.notes += new
+            self.folder.write_info(notes=self.notes)
+
+    def _keep(self, phase: str, found: dict[str, Any]) -> None:
+        """A phase's findings go into run.json; pictures and films into files beside it."""
+        for name, value in found.items():
+            if isinstance(value, bytes):
+                self.folder.write_media(name, value)
+                found[name] = f"media/{name}"
+        if found:
+            self.findings[phase] = found
+            self.folder.write_info(findings=self.findings)
 
     def _log(self, phase: Phase, stepper: Stepper, bar: Progress) -> None:
-        means = stepper.read()
+        means = stepper.read() | {name: value.tolist() for name, value in self.hooked.items()}
         lines = [
             {"step": self.step, "phase": phase.name, "seed": seed, "seconds": round(self.seconds, 3)}
             | {name: values[i] for name, values in means.items()}
@@ -256,7 +343,7 @@ class Trainer:
         ]
         self.folder.append("metrics.jsonl", lines)
         average = {name: sum(values) / len(values) for name, values in means.items()}
-        bar.update(self.step, **dict(list(average.items())[:4]))
+        bar.update(self.done, **dict(list(average.items())[:4]))
         self.track(self.step, {f"{phase.name}/{name}": value for name, value in average.items()})
         broken = [name for name, value in average.items() if not math.isfinite(value)]
         if broken:
@@ -284,6 +371,9 @@ class Trainer:
         if self.device.type == "cuda":
             training["rng.cuda"] = torch.cuda.get_rng_state(self.device)
         training |= {f"metric.{name}": total for name, total in stepper.sums.items()}
+        training |= {f"hook.{name}": value for name, value in self.hooked.items()}
+        if hasattr(self.agent, "training_state"):
+            training |= {f"agent.{name}": value for name, value in self.agent.training_state().items()}
         groups = {}
         for name, optimizer in self.agent.optimizers.items():
             state = optimizer.state_dict()
@@ -291,6 +381,8 @@ class Trainer:
             for index, entries in state["state"].items():
                 training |= {f"optimizer.{name}.{index}.{key}": torch.as_tensor(v) for key, v in entries.items()}
         state = {"step": self.step, "seconds": self.seconds, "count": stepper.count, "groups": groups}
+        state |= {"phase": self.phase, "done": self.done, "ended": self.ended}
+        state |= {"findings": self.findings, "notes": self.notes}
         self.folder.save(self.step, self.agent.state_dict(), training, state)
         self.saved = time.monotonic()
 
@@ -313,13 +405,21 @@ class Trainer:
                 optimizer.load_state_dict({"state": entries, "param_groups": groups})
         except (RuntimeError, KeyError, ValueError) as error:
             raise DataError(f"the checkpoint in {self.folder.path} does not fit this system: {error}") from error
+        if hasattr(self.agent, "load_training_state"):
+            self.agent.load_training_state(_under("agent.", training))
         torch.set_rng_state(training["rng.cpu"])
         if self.device.type == "cuda" and "rng.cuda" in training:
             torch.cuda.set_rng_state(training["rng.cuda"], self.device)
-        self.loaded = {k.removeprefix("metric."): v for k, v in training.items() if k.startswith("metric.")}
-        self.loaded_count = state["count"]
+        self.loaded, self.loaded_count = _under("metric.", training), state["count"]
+        self.hooked = _under("hook.", training)
         self.step, self.spent = state["step"], state["seconds"]
+        self.phase, self.done, self.ended = state["phase"], state["done"], state["ended"]
+        self.findings, self.notes = state["findings"], state["notes"]
         self.folder.rewind(self.step)
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

@@ -422,3 +422,10 @@ def test_meta_that_is_not_json_is_refused(tmp_path):
 def test_reading_needs_no_optional_package_until_used():
     code = "import sys, replaylab.data; assert not {'h5py', 'pyarrow', 'minari'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_toy_is_made_on_the_spot():
+    log = load("toy-bandit")
+    assert log.num_episodes == len(log) == 100_000 and log.meta["dataset_id"] == "toy-bandit"
+    with pytest.raises(DataError, match="did you mean 'toy-bandit'"):
+        load("toy-bandti")

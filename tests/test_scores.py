@@ -59,3 +59,9 @@ def test_the_table_is_whole():
     assert scores.reference("pointmaze-large-diverse") == (0.0, 1.0)
     assert scores.reference("PointMaze_UMaze-v3") is None
     assert all(low < high for low, high in scores.REFERENCES.values())
+
+
+def test_atari_games_whatever_the_frames():
+    known = scores.ATARI["atari/bank_heist"]
+    assert scores.reference("atari-rgb/bank_heist,pool=max") == scores.reference("atari/BankHeist") == known
+    assert scores.reference("atari-rgb/nosuchgame") is None

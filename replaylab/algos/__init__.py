@@ -4,6 +4,11 @@ A system is a module with `Config`, `PRESETS` and `Agent`. An agent is an nn.Mod
 at once; `phases(episodes)` says what is trained in which order, `act(observations, state)` answers a batch.
 An agent with a memory also has `begin(batch, targets)`, which makes the state, and `targets`, the returns to ask for;
 its state has `receive(rewards)` and `reset(which)`.
+
+A module may also have `ACTING`, the fields of its Config that change only how it acts, so that `eval` can sweep them;
+and `ONLINE = True` with `spaces(env_id)`, if it makes its own data: `phases` is then given the environment's id, which
+`environment(env_id)` may have translated. An agent may have `notes`, lines for the user; `training_state()` and
+`load_training_state(tensors)`, for what a checkpoint must hold besides weights and optimisers.
 """
 
 from __future__ import annotations
@@ -21,7 +26,15 @@ from torch import Tensor
 from replaylab.data.episodes import Episodes
 from replaylab.errors import UsageError, nearest
 
-SYSTEMS = {"bc": "replaylab.algos.bc", "dt": "replaylab.algos.dt"}
+SYSTEMS = {
+    "bc": "replaylab.algos.bc",
+    "dt": "replaylab.algos.dt",
+    "mopo": "replaylab.algos.mopo",
+    "gormpo": "replaylab.algos.gormpo",
+    "bcq": "replaylab.algos.bcq",
+    "diffusion-dice": "replaylab.algos.diffusion_dice",
+    "mbarc": "replaylab.algos.mbarc",
+}
 
 
 def system(name: str) -> ModuleType:
@@ -57,15 +70,22 @@ class Spaces:
 
 @dataclass
 class Phase:
-    """One stretch of training: `update(sampler.gather(indices))`, `steps` times.
+    """One stretch of training: `update(sampler.gather(indices))`, `steps` times at most.
 
-    `update` stays on the device: it returns tensors of shape (seeds,), never a Python number.
+    `update` stays on the device: it returns tensors of shape (seeds,), never a Python number. What needs the host
+    happens between updates, in the hooks.
     """
 
     name: str
     steps: int
     sampler: Any  # data.sample.Transitions, Windows, ...
     update: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    begin: Callable[[], None] | None = None  # before the first update
+    every: int = 0  # `hook(k)` comes before update k where k is a multiple of this, 0 included
+    hook: Callable[[int], dict[str, Tensor] | None] | None = None  # may return metrics of shape (seeds,)
+    stop: Callable[[], bool] | None = None  # asked after each hook: True ends the phase
+    finish: Callable[[], dict[str, Any] | None] | None = None  # after the last update; findings for the report
+    evaluates: bool = True  # False: there is no policy worth evaluating yet
 
 
 class Normalizer(torch.nn.Module):

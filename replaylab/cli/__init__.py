@@ -20,7 +20,7 @@ def build(words: Sequence[str]) -> Parser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=Parser)
     build_data(verbs, words)
-    build_runs(verbs)
+    build_runs(verbs, words)
     return parser
 
 

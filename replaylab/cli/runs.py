@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from replaylab.algos import SYSTEMS, system
 from replaylab.cli.parser import Parser, add_verb, assignments, data_options, read_options
-from replaylab.config import add_arguments
+from replaylab.config import add_arguments, add_sweep_arguments
+from replaylab.evaluate import pick_device
+from replaylab.run import RunFolder
 
 
-def build_runs(verbs: Any) -> None:
-    _build_train(verbs)
+def build_runs(verbs: Any, words: Sequence[str]) -> None:
+    _build_train(verbs, words)
     _build_density(verbs)
     verb = add_verb(verbs, "eval", "play episodes with a trained policy", _eval)
     verb.add_argument("runs", nargs="+", metavar="RUN")
@@ -27,31 +31,72 @@ def build_runs(verbs: Any) -> None:
     verb.add_argument("--noise-transition", type=float, metavar="S", help="deviation of noise on observations")
     verb.add_argument("--noise-rate", type=float, metavar="P", help="probability of noise at a step (default: 1)")
     verb.add_argument("--json", action="store_true", help="print the records as JSON")
+    if words[:1] == ["eval"]:
+        _add_acting(verb, words)
+
+    verb = add_verb(verbs, "assess", "what logs alone can tell about a policy, without a simulator", _assess)
+    verb.add_argument("run", metavar="RUN")
+    verb.add_argument("--data", nargs="+", metavar="X", help="logs to judge by, at best unseen; default: its own")
+    verb.add_argument("--quick", action="store_true", help="a smaller estimate, in half a minute on a CPU")
+    verb.add_argument("--gamma", type=float, help="discount of the estimate; default: the run's own, else 0.99")
+    verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    data_options(verb)
 
     verb = add_verb(verbs, "report", "one self-contained HTML page from run folders", _report)
     verb.add_argument("runs", nargs="+", metavar="RUN")
     verb.add_argument("--out", help="the page (default: RUN/report.html, or report.html for several runs)")
     verb.add_argument("--json", action="store_true", help="print the table as JSON instead")
 
+    verb = add_verb(verbs, "play", "play in the world that an mbarc run has learned, in the browser", _play)
+    verb.add_argument("run", metavar="RUN")
+    verb.add_argument("--port", type=int, default=0, help="on 127.0.0.1; default: any that is free")
+    verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+    verb = add_verb(verbs, "sweep", "systems x datasets x seeds x settings from one file", _sweep)
+    verb.add_argument("file", metavar="FILE")
+    verb.add_argument("--out", metavar="D", help="the sweep's folder (default: sweeps/NAME)")
+    verb.add_argument("--dry-run", action="store_true", help="print the plan and the time it takes")
+    verb.add_argument("--on", choices=["local", "ray"], default="local", help="this machine, or a Ray cluster")
+    verb.add_argument("--address", help="of the Ray cluster; auto: the one this machine belongs to")
+    verb.add_argument("--devices", nargs="+", metavar="DEVICE", help="default: every GPU, else the CPU")
+    verb.add_argument("--gpus", type=float, metavar="SHARE", help="of a GPU a cell, on Ray")
+    verb.add_argument("--data", choices=["path", "store"], help="on Ray: read by path, or once into its object store")
+
     verb = add_verb(verbs, "bench", "time the hot paths on this machine", _bench)
     verb.add_argument("cases", nargs="*", metavar="CASE", help="default: all of them")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     verb.add_argument("--json", metavar="FILE", help="write the figures there too")
-    verb.add_argument("--against", metavar="PEER", help="time a peer beside us: sb3")
+    verb.add_argument("--against", metavar="PEER", help="time a peer beside us: sb3 or d3rlpy")
 
 
-def _build_train(verbs: Any) -> None:
+def _add_acting(verb: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Options that change how a run's policy acts: those of the systems of the runs that are named."""
+    runs = [RunFolder(word) for word in words[1:]]
+    systems = dict.fromkeys(run.config()["system"] for run in runs if run.exists())
+    for name in systems:
+        module = system(name)
+        title = f"how {name} acts; several values are all tried"
+        add_sweep_arguments(verb, module.Config, getattr(module, "ACTING", ()), title)
+    if not systems:
+        verb.epilog = "Name a RUN before --help to see the options of its system."
+
+
+def _build_train(verbs: Any, words: Sequence[str]) -> None:
+    verb = add_verb(verbs, "train", "train a system on logged data", None)
+    if words[:1] != ["train"]:
+        return
     from replaylab.train import Options
 
-    verb = add_verb(verbs, "train", "train a system on logged data", None)
     systems = verb.add_subparsers(title="systems", required=True, metavar="SYSTEM", parser_class=Parser)
-    for name in SYSTEMS:
+    for name in words[1:2] if words[1:2] and words[1] in SYSTEMS else SYSTEMS:
         module = system(name)
         parser = add_verb(systems, name, (module.__doc__ or name).splitlines()[0].rstrip("."), _train)
         parser.set_defaults(system=name)
-        parser.add_argument(
-            "--data", nargs="+", required=True, metavar="X", help="files or folders; several are joined"
-        )
+        if not getattr(module, "ONLINE", False):
+            parser.add_argument(
+                "--data", nargs="+", required=True, metavar="X", help="files or folders; several are joined"
+            )
+            data_options(parser)
         parser.add_argument("--out", metavar="D", help="run folder (default: runs/SYSTEM-DATA)")
         parser.add_argument("--preset", help=f"named settings: {', '.join(module.PRESETS)}")
         parser.add_argument("--config", metavar="F", help="YAML file of settings")
@@ -59,7 +104,6 @@ def _build_train(verbs: Any) -> None:
         parser.add_argument("--overwrite", action="store_true", help="start anew in a folder that holds a run")
         add_arguments(parser, module.Config)
         add_arguments(parser, Options)
-        data_options(parser)
 
 
 def _build_density(verbs: Any) -> None:
@@ -99,7 +143,7 @@ def _train(args: argparse.Namespace) -> None:
     settings = {k: v for k, v in vars(args).items() if k in settings_of(system(args.system))}
     path = train(
         args.system,
-        args.data,
+        getattr(args, "data", None),
         out=getattr(args, "out", None),
         preset=getattr(args, "preset", None),
         config=getattr(args, "config", None),
@@ -108,7 +152,23 @@ def _train(args: argparse.Namespace) -> None:
         data_options=read_options(args),
         **settings,
     )
+    if hasattr(args, "data") and RunFolder(path).config()["env"] is None and getattr(args, "preset", None) != "debug":
+        from replaylab.offpolicy import assess, summary
+
+        device = RunFolder(path).config()["device"]
+        print("\n".join(summary(assess(path, quick=pick_device(device).type == "cpu", device=device))))
     print(f"run folder: {path}\nreport:     {report([path], path / 'report.html')}")
+
+
+def _assess(args: argparse.Namespace) -> None:
+    from replaylab.data.read import load
+    from replaylab.offpolicy import assess, summary
+    from replaylab.report import report
+
+    data = load(args.data, **read_options(args)) if hasattr(args, "data") else None
+    found = assess(args.run, data, quick=hasattr(args, "quick"), gamma=getattr(args, "gamma", None), device=args.device)
+    print("\n".join(summary(found)))
+    print(f"report: {report([args.run], f'{args.run}/report.html')}")
 
 
 def _density_fit(args: argparse.Namespace) -> None:
@@ -153,6 +213,7 @@ def _eval(args: argparse.Namespace) -> None:
         )
     found = []
     for run in args.runs:
+        acting = getattr(system(RunFolder(run).require().config()["system"]), "ACTING", ())
         records = evaluate(
             run,
             getattr(args, "env", None),
@@ -161,6 +222,7 @@ def _eval(args: argparse.Namespace) -> None:
             noise=noise,
             device=args.device,
             targets=getattr(args, "target", []),
+            acting={name: getattr(args, name) for name in acting if hasattr(args, name)},
         )
         for settings in {json.dumps(record["settings"]): record["settings"] for record in records}.values():
             part = [record for record in records if record["settings"] == settings]
@@ -179,10 +241,26 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _label(settings: dict[str, Any]) -> str:
-    return f" (target {settings['target']:g})" if "target" in settings else ""
+    told = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in settings.items())
+    return f" ({told})" if told else ""
+
+
+def _sweep(args: argparse.Namespace) -> None:
+    from replaylab.errors import ReplaylabError
+    from replaylab.sweep import run
+
+    given = {k: getattr(args, k) for k in ("out", "address", "devices", "gpus", "data") if hasattr(args, k)}
+    found = run(args.file, dry_run=hasattr(args, "dry_run"), on=args.on, **given)
+    if found.failed and not hasattr(args, "dry_run"):
+        raise ReplaylabError(f"{len(found.failed)} of {found.cells} cells failed: {', '.join(found.failed)}")
 
 
 def _report(args: argparse.Namespace) -> None:
+    if len(args.runs) == 1 and (Path(args.runs[0]) / "sweep.json").exists() and not hasattr(args, "json"):
+        from replaylab.compare import compare
+
+        print(f"wrote {compare(args.runs[0], getattr(args, 'out', None))}")
+        return
     from replaylab.report import report, summarize_runs
 
     if hasattr(args, "json"):
@@ -190,6 +268,12 @@ def _report(args: argparse.Namespace) -> None:
         return
     default = f"{args.runs[0].rstrip('/')}/report.html" if len(args.runs) == 1 else "report.html"
     print(f"wrote {report(args.runs, getattr(args, 'out', default))}")
+
+
+def _play(args: argparse.Namespace) -> None:
+    from replaylab.play import play
+
+    play(args.run, args.port, args.device)
 
 
 def _bench(args: argparse.Namespace) -> None:

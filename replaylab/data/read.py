@@ -13,6 +13,7 @@ import numpy as np
 from replaylab.data.episodes import Episodes, concatenate
 from replaylab.data.formats import FORMATS, SUFFIXES
 from replaylab.data.formats.common import Options, check_columns, parse_columns
+from replaylab.data.toys import toy_bandit
 from replaylab.errors import DataError, MissingExtra, ReplaylabError, UsageError, nearest
 
 __all__ = ["FORMATS", "SAMPLES", "load", "parse_columns"]
@@ -32,6 +33,7 @@ def _samples() -> dict[str, Path]:
 
 
 SAMPLES: dict[str, Path] = _samples()
+TOYS = {"toy-bandit": toy_bandit}  # made on the spot
 
 
 def load(
@@ -64,6 +66,8 @@ def load(
 
 def _load_one(given: str | Path, format: str | None, options: Options, part: Mapping[str, int | None]) -> Episodes:
     path, name = Path(given), format
+    if str(given) in TOYS and not path.exists():
+        return TOYS[str(given)]()
     try:
         if not path.exists():
             path = SAMPLES.get(str(given), path)
@@ -107,9 +111,9 @@ def _near(path: Path) -> str:
     folder = path.parent
     while not folder.is_dir():
         path, folder = folder, folder.parent
-    there = [p.name for p in folder.iterdir() if not p.name.startswith(".")] + list(SAMPLES)
+    there = [p.name for p in folder.iterdir() if not p.name.startswith(".")] + [*SAMPLES, *TOYS]
     close = difflib.get_close_matches(path.name, there, n=1)
-    return f"; did you mean '{folder / close[0] if close[0] not in SAMPLES else close[0]}'?" if close else ""
+    return f"; did you mean '{close[0] if close[0] in SAMPLES | TOYS else folder / close[0]}'?" if close else ""
 
 
 def _check_meta(episodes: Episodes) -> None:

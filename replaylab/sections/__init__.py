@@ -1,0 +1,36 @@
+"""What a system adds to the report: one module a system, `sections(run)` -> [(title, HTML), ...]."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+
+from replaylab import charts
+from replaylab.page import Html, escape
+from replaylab.results import Run, text
+from replaylab.sections.common import without_simulator
+
+
+def sections_of(runs: Iterable[Run]) -> list[tuple[str, Html]]:
+    """The sections of all runs; those of the same title are joined, each part under its run's name."""
+    runs = list(runs)
+    found: dict[str, list[Html]] = {}
+    for run in runs:
+        for title, body in _sections(run):
+            name = Html(f"<h4>{escape(run.name)}</h4>") if len(runs) > 1 else Html("")
+            found.setdefault(title, []).append(Html(name + body))
+    return [(title, Html("".join(parts))) for title, parts in found.items()]
+
+
+def _sections(run: Run) -> list[tuple[str, Html]]:
+    return _own(run) + without_simulator(run)
+
+
+def _own(run: Run) -> list[tuple[str, Html]]:
+    name = f"replaylab.sections.{text(run.config.get('system')).replace('-', '_')}"
+    if not name.rsplit(".", 1)[1].isidentifier() or importlib.util.find_spec(name) is None:
+        return []
+    try:
+        return importlib.import_module(name).sections(run)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a file may hold anything
+        return [("Findings", charts.nothing("What the run found is not readable."))]
