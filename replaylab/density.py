@@ -34,6 +34,7 @@ from replaylab.data.read import load as load_data
 from replaylab.data.sample import BLOCK, draw
 from replaylab.errors import DataError, UsageError, nearest
 from replaylab.evaluate import pick_device
+from replaylab.models.adam import adam
 from replaylab.models.density import INPUTS, KINDS, Density, make
 from replaylab.models.density.base import check_percentile
 from replaylab.models.density.detect import auroc, binned, detection
@@ -116,7 +117,7 @@ class Descent:
         device = self.parameters[0].device
         self.done = torch.zeros((), device=device)
         rate = torch.tensor(lr, device=device)
-        self.optimizer = torch.optim.Adam(self.parameters, lr=rate, fused=True, capturable=device.type == "cuda")
+        self.optimizer = adam(self.parameters, rate)
 
     def __call__(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         cosine = torch.cos(math.pi * self.done / self.steps)

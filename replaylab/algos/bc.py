@@ -20,6 +20,7 @@ from replaylab.config import knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Transitions
 from replaylab.errors import UsageError
+from replaylab.models.adam import adam
 from replaylab.models.mlp import ACTIVATIONS, MLP, generators
 
 
@@ -63,15 +64,8 @@ class Agent(nn.Module):
             self.register_buffer("scale", (high - low) / 2)
         self.register_buffer("done", torch.zeros(()))  # updates so far
         self.to(device)
-        self.optimizers = {
-            "policy": torch.optim.AdamW(
-                self.policy.parameters(),
-                lr=torch.tensor(config.lr, device=device),
-                weight_decay=config.weight_decay,
-                fused=True,
-                capturable=device.type == "cuda",
-            )
-        }
+        rate = torch.tensor(config.lr, device=device)
+        self.optimizers = {"policy": adam(self.policy.parameters(), rate, weight_decay=config.weight_decay)}
 
     def phases(self, episodes: Episodes) -> list[Phase]:
         if self.config.normalize:

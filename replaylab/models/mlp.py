@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+LONG = 1024  # rows
 ACTIVATIONS = {"relu": torch.relu, "silu": nn.functional.silu, "gelu": nn.functional.gelu, "tanh": torch.tanh}
 
 
@@ -32,7 +34,37 @@ class Linear(nn.Module):
         self.bias = draw(1, outputs)  # (members, 1, outputs)
 
     def forward(self, x: Tensor) -> Tensor:  # (members, batch, inputs) -> (members, batch, outputs)
+        if x.is_cuda and len(x) > 1 and x.shape[1] >= LONG:
+            return LongBatch.apply(x, self.weight, self.bias)
+        if len(self.weight) == 1:  # this product adds the bias itself, the other copies it first
+            return torch.addmm(self.bias[0], x[0], self.weight[0])[None]
         return torch.baddbmm(self.bias, x, self.weight)
+
+
+class LongBatch(torch.autograd.Function):
+    """The same y = x W + b with another backward pass. The weights' gradient is a small matrix summed over the whole
+    batch; a batched product gives each such matrix to a few multiprocessors and leaves the rest idle, so the batch is
+    cut into parts that are members of their own, and their sums are added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            kind = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(kind), weight.to(kind), bias.to(kind)
+        ctx.save_for_backward(x, weight)
+        return torch.baddbmm(bias, x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        members, batch, _ = x.shape
+        parts = next(n for n in (16, 8, 4, 2, 1) if batch % n == 0)
+        cut = [y.reshape(members * parts, batch // parts, -1) for y in (x, gradient)]
+        for_weight = torch.bmm(cut[0].mT, cut[1]).unflatten(0, (members, parts)).sum(1)
+        ones = gradient.new_ones(members * parts, 1, batch // parts)
+        for_bias = torch.bmm(ones, cut[1]).unflatten(0, (members, parts)).sum(1)
+        for_x = torch.bmm(gradient, weight.mT) if ctx.needs_input_grad[0] else None
+        return for_x, for_weight, for_bias
 
 
 class MLP(nn.Module):

@@ -1,0 +1,109 @@
+"""Our Adam is PyTorch's: the same numbers, the same checkpoints."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from replaylab.models import adam as module
+from replaylab.models.adam import FlatAdam, adam
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+def in_plain_torch(self, flat, group):
+    """The kernel's formula, for where there is no Triton."""
+    (beta1, beta2), step = group["betas"], flat["step"].double()
+    flat["exp_avg"].lerp_(flat["gradient"], 1 - beta1)
+    flat["exp_avg_sq"].mul_(beta2).addcmul_(flat["gradient"], flat["gradient"], value=1 - beta2)
+    flat["value"] -= group["lr"] * group["weight_decay"] * flat["value"]
+    unbias1, unbias2 = ((1 - torch.exp(step * math.log(b))).float() for b in (beta1, beta2))
+    flat["value"] -= group["lr"] / unbias1 * flat["exp_avg"] / ((flat["exp_avg_sq"] / unbias2).sqrt() + group["eps"])
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    if request.param == "cpu":
+        monkeypatch.setattr(FlatAdam, "_descend", in_plain_torch)
+    return torch.device(request.param)
+
+
+def network(device):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 3)).to(device)
+
+
+def groups(net):
+    parameters = list(net.parameters())
+    return [{"params": parameters[:2], "lr": 3e-3}, {"params": parameters[2:], "weight_decay": 0.0}]
+
+
+def train(net, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        g = torch.Generator().manual_seed(step)
+        x = torch.randn(16, 5, generator=g).to(next(net.parameters()).device)
+        optimizer.zero_grad(set_to_none=True)
+        (net(x) - x[:, :3].sin()).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_same_steps_as_torch(device, grouped):
+    settings = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    ours, theirs = network(device), network(device)
+    start = [p.detach().clone() for p in theirs.parameters()]
+    given = (lambda n: groups(n)) if grouped else (lambda n: list(n.parameters()))
+    first = [train(n, make(given(n), **settings), 1) for n, make in ((ours, flat), (theirs, torch.optim.AdamW))]
+    for before, a, b in zip(start, *first, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(before, a)
+    ours, theirs = network(device), network(device)
+    both = [train(n, make(given(n), **settings), 60) for n, make in ((ours, flat), (theirs, torch.optim.AdamW))]
+    for a, b in zip(*both, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-5)
+
+
+def flat(given, **settings):
+    given = given if isinstance(given[0], dict) else [{"params": given}]
+    return FlatAdam(given, **settings)
+
+
+def test_a_checkpoint_goes_on_where_it_stopped(device):
+    whole = train(net := network(device), flat(list(net.parameters()), lr=1e-2), 20)
+    net = network(device)
+    optimizer = flat(list(net.parameters()), lr=1e-2)
+    train(net, optimizer, 10)
+    kept = optimizer.state_dict(), {k: v.clone() for k, v in net.state_dict().items()}
+    other = network(device)
+    resumed = flat(list(other.parameters()), lr=1e-2)
+    other.load_state_dict(kept[1])
+    resumed.load_state_dict(kept[0])
+    for a, b in zip(whole, train(other, resumed, 10, 10), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_rate_that_is_a_tensor_can_change(device):
+    net = network(device)
+    optimizer = flat(list(net.parameters()), lr=torch.tensor(1e-2, device=device))
+    before = train(net, optimizer, 1)
+    optimizer.param_groups[0]["lr"].fill_(0.0)
+    for a, b in zip(before, train(net, optimizer, 3), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_parameters_begin_where_matrix_products_like_it(device):
+    net = network(device)
+    optimizer = flat(list(net.parameters()), lr=1e-2)
+    base = optimizer.flat[0]["value"].data_ptr()
+    assert all((p.data_ptr() - base) % (4 * module.ALIGN) == 0 for p in net.parameters())
+
+
+def test_which_one_is_used():
+    net = network("cpu")
+    assert isinstance(adam(net.parameters(), 1e-3), torch.optim.AdamW)
+    if torch.cuda.is_available():
+        assert isinstance(adam(network("cuda").parameters(), 1e-3), FlatAdam)
