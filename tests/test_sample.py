@@ -43,11 +43,11 @@ def test_windows_by_hand():
     log = make_episodes(lengths=(5, 3))
     windows = Windows(Store(log, "cpu"), [0], 4, length=4)
     batch = windows.gather(torch.tensor([[0, 3, 5]]))  # full, two steps left, three steps left
-    assert batch["mask"][0].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]]
-    assert batch["timesteps"][0].tolist() == [[0, 1, 2, 3], [0, 0, 3, 4], [0, 0, 1, 2]]
-    assert batch["observations"][0, :, :, 0].tolist() == [[0, 1, 2, 3], [0, 0, 3, 4], [0, 105, 106, 107]]
+    assert batch["mask"][0].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]
+    assert batch["timesteps"][0].tolist() == [[0, 1, 2, 3], [3, 4, 0, 0], [0, 1, 2, 0]]
+    assert batch["observations"][0, :, :, 0].tolist() == [[0, 1, 2, 3], [3, 4, 0, 0], [105, 106, 107, 0]]
     r = log.rewards
-    expected = [0, r[5] + r[6] + r[7], r[6] + r[7], r[7]]
+    expected = [r[5] + r[6] + r[7], r[6] + r[7], r[7], 0]
     np.testing.assert_allclose(batch["returns_to_go"][0, 2], expected, rtol=1e-5)
 
 

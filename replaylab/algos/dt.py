@@ -23,8 +23,10 @@ from replaylab.config import knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Windows
 from replaylab.errors import UsageError
+from replaylab.models.adam import adam, clip_gradients
 from replaylab.models.gpt import STYLES, DecisionTransformer, Shape
 from replaylab.models.mlp import ACTIVATIONS, generators
+from replaylab.step import Graph
 
 
 @dataclass
@@ -77,6 +79,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+ACTING = ("temperature", "top_k")
+
 # family -> divisor of returns, and the return to ask for. Gym: the original; Atari: its paper, in clipped rewards (its
 # code asks for 14,000 and 1,150 of Qbert and Seaquest); the others: CORL.
 TARGETS: dict[str, tuple[float, float]] = {
@@ -107,45 +111,53 @@ def masked_mean(error: Tensor, mask: Tensor) -> Tensor:  # (seeds, batch, steps)
     return (error * mask).sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-    """Scale each seed's gradient down to the limit; the norms before, (seeds,). Nothing is read back to the host."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = torch.linalg.vector_norm(torch.cat([g.flatten(1) for g in gradients], 1), dim=1)
-    if limit > 0:
-        factor = (limit / (norms + 1e-6)).clamp(max=1.0)
-        if len(norms) == 1:
-            torch._foreach_mul_(gradients, factor[0])
-        else:
-            for gradient in gradients:
-                gradient.mul_(factor.view(-1, *[1] * (gradient.ndim - 1)))
-    return norms
-
-
 class Context:
-    """What each environment of a batch has shown: its last K steps, newest last, and the return still asked for."""
+    """What each environment of a batch has shown: its last K steps, oldest first, and the return still asked for.
+
+    An answer is many small kernels, so on CUDA it is captured once and replayed; everything stays where it is.
+    """
 
     def __init__(self, agent: Agent, batch: int, targets: Tensor):  # targets: (batch,) in the data's units
-        self.agent, config = agent, agent.config
+        self.agent, config, device = agent, agent.config, agent.device
         shape = (len(agent.seeds), batch, config.context)
         action = () if agent.discrete else (agent.shape.actions,)
         kind = torch.int64 if agent.discrete else torch.float32
-        self.states = torch.zeros(*shape, config.width, device=agent.device)  # encoded once, when they are seen
-        self.actions = torch.zeros((*shape, *action), dtype=kind, device=agent.device)
-        self.returns = torch.zeros(shape, device=agent.device)
-        self.timesteps = torch.zeros(shape, dtype=torch.int64, device=agent.device)
-        self.mask = torch.zeros(shape, device=agent.device)
+        self.states = torch.zeros(*shape, config.width, device=device)  # encoded once, when they are seen
+        self.actions = torch.zeros((*shape, *action), dtype=kind, device=device)
+        self.returns = torch.zeros(shape, device=device)
+        self.timesteps = torch.zeros(shape, dtype=torch.int64, device=device)
         self.start = (targets / agent.rtg_scale).expand(shape[:2])
         self.asked = self.start.clone()  # (seeds, batch)
-        self.time = torch.zeros(shape[:2], dtype=torch.int64, device=agent.device)
+        self.time = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+        self.slots = torch.arange(config.context, device=device)
+        seen = torch.uint8 if agent.pixels else torch.float32
+        self.observations = torch.zeros(*shape[:2], *agent.shape.observation, dtype=seen, device=device)
+        self.chosen = torch.zeros((*shape[:2], *action), dtype=kind, device=device)
+        self.answer = Graph(self._answer, device)
 
-    def push(self, states: Tensor) -> None:
-        """A new step, whose action is not known yet, takes the last place; the oldest one goes."""
-        new = {"states": states, "returns": self.asked, "timesteps": self.time, "mask": 1.0, "actions": 0}
-        for name, value in new.items():
-            slots = getattr(self, name)
-            slots[:, :, :-1] = slots[:, :, 1:].clone()
-            slots[:, :, -1] = value
+    def _answer(self) -> None:
+        """Take the observations in, and choose: `chosen`."""
+        newest = self.time.clamp(max=len(self.slots) - 1)
+        self._push(newest, self.agent.encode(self.observations))
+        self.chosen.copy_(self.agent.choose(self.states, self.actions, self.returns, self.timesteps, newest))
+        self._write("actions", newest, self.chosen)
         self.time += 1
+
+    def _push(self, newest: Tensor, states: Tensor) -> None:
+        """A new step, whose action is not known yet. Where the window is full the oldest goes."""
+        full = self.time >= len(self.slots)
+        for name in ("states", "returns", "timesteps", "actions"):
+            self._shift(name, full)
+        for name, value in {"states": states, "returns": self.asked, "timesteps": self.time}.items():
+            self._write(name, newest, value)
+
+    def _shift(self, name: str, which: Tensor) -> None:
+        slots = getattr(self, name)
+        slots.copy_(torch.where(_wide(which[..., None], slots), slots.roll(-1, 2), slots))
+
+    def _write(self, name: str, place: Tensor, value: Tensor) -> None:
+        slots = getattr(self, name)
+        slots.copy_(torch.where(_wide(self.slots == place[..., None], slots), value.unsqueeze(2), slots))
 
     def receive(self, rewards: Tensor) -> None:
         """Rewards of the last step, (seeds, batch): so much less is asked for. Clipped if those of the data were."""
@@ -155,8 +167,12 @@ class Context:
 
     def reset(self, which: Tensor) -> None:
         """A new episode begins in these environments: (seeds, batch) booleans."""
-        self.mask[which], self.time[which] = 0.0, 0
+        self.time[which] = 0
         self.asked[which] = self.start[which]
+
+
+def _wide(condition: Tensor, like: Tensor) -> Tensor:
+    return condition.view(*condition.shape, *[1] * (like.ndim - condition.ndim))
 
 
 class Agent(nn.Module):
@@ -212,13 +228,7 @@ class Agent(nn.Module):
             ]
         for group in groups:
             group["lr"] = torch.tensor(config.lr, device=self.device)
-        return torch.optim.AdamW(
-            groups,
-            betas=(config.betas[0], config.betas[1]),
-            weight_decay=config.weight_decay,
-            fused=True,
-            capturable=self.device.type == "cuda",
-        )
+        return adam(groups, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay)
 
     # --- learning
 
@@ -250,12 +260,15 @@ class Agent(nn.Module):
         return rate
 
     def hidden(self, batch: dict[str, Tensor], keep: slice | None = None) -> Tensor:  # as the model's
-        states = self.model.encode(self._prepare(batch["observations"]))
+        states = self.encode(batch["observations"])
         returns = batch["returns_to_go"] / self.rtg_scale
-        return self.model(states, batch["actions"], returns, batch["timesteps"], batch["mask"], keep)
+        return self.model(states, batch["actions"], returns, batch["timesteps"], keep)
 
     def _prepare(self, observations: Tensor) -> Tensor:
         return observations if self.pixels else self.normalizer(observations)
+
+    def encode(self, observations: Tensor) -> Tensor:  # (seeds, batch..., observation) -> (seeds, batch..., width)
+        return self.model.encode(self._prepare(observations))
 
     def predict(self, hidden: Tensor) -> Tensor:  # (seeds, ..., width) at state tokens -> actions, or logits
         output = self.model.head(hidden.flatten(1, -2)).view(*hidden.shape[:-1], -1).float()
@@ -276,9 +289,8 @@ class Agent(nn.Module):
         return found
 
     def _ahead(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """Error of the next (normalised) observation and the next return-to-go, told from the action tokens. Padding
-        stands on the left, so within a window a real step is followed by a real one."""
-        flat, mask = hidden.flatten(1, 2), batch["mask"][:, :, :-1]
+        """Error of the next (normalised) observation and the next return-to-go, told from the action tokens."""
+        flat, mask = hidden.flatten(1, 2), batch["mask"][:, :, 1:]  # where there is a next step
         state = self.model.next_state(flat).view(*mask.shape, -1) - self._prepare(batch["observations"])[:, :, 1:]
         togo = self.model.next_return(flat).view(mask.shape) - (batch["returns_to_go"] / self.rtg_scale)[:, :, 1:]
         return masked_mean(state.square().mean(-1) + togo.square(), mask)
@@ -292,7 +304,7 @@ class Agent(nn.Module):
         found = self.loss(batch)
         total = found["loss"] + self.config.ahead * found["ahead"] if self.config.ahead else found["loss"]
         total.sum().backward()
-        norms = clip_gradients(list(self.model.parameters()), self.config.clip)
+        norms = clip_gradients(self.model.parameters(), len(self.seeds), self.config.clip)
         optimizer.step()
         return {name: value.detach() for name, value in found.items()} | {"grad_norm": norms}
 
@@ -314,15 +326,18 @@ class Agent(nn.Module):
     def act(self, observations: Tensor, state: Context | None = None) -> tuple[Tensor, Context]:
         """(seeds, environments, ...) -> actions. Tell the state the rewards with `state.receive` in between."""
         context = state or self.begin(observations.shape[1])
-        if context.mask.shape[1] != observations.shape[1]:
-            raise UsageError(f"{observations.shape[1]} observations, but {context.mask.shape[1]} before: reset first")
-        context.push(self.model.encode(self._prepare(observations)))
-        last = slice(-2, -1)  # the newest state
-        hidden = self.model(context.states, context.actions, context.returns, context.timesteps, context.mask, last)
-        predicted = self.predict(hidden[:, :, 0])
-        chosen = self._choose(predicted) if self.discrete else predicted
-        context.actions[:, :, -1] = chosen
-        return chosen, context
+        if context.time.shape[1] != observations.shape[1]:
+            raise UsageError(f"{observations.shape[1]} observations, but {context.time.shape[1]} before: reset first")
+        context.observations.copy_(observations)
+        context.answer()
+        return context.chosen.clone(), context
+
+    def choose(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor, newest: Tensor) -> Tensor:
+        """The action after the step in slot `newest` (seeds, batch) of each window."""
+        hidden = self.model(states, actions, returns, timesteps, self.model.states)
+        places = newest[..., None, None].expand(*newest.shape, 1, hidden.shape[-1])
+        predicted = self.predict(hidden.gather(2, places)[:, :, 0])
+        return self._choose(predicted) if self.discrete else predicted
 
     def _choose(self, logits: Tensor) -> Tensor:
         if self.config.temperature == 0:

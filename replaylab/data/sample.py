@@ -146,10 +146,11 @@ class Transitions:
 
 
 class Windows:
-    """Draws of `length` consecutive steps of one episode, padded on the left where the episode ends before.
+    """Draws of `length` consecutive steps of one episode, padded on the right where the episode ends before.
 
     A draw is the window's first row, uniform over all rows. `mask` is 1 where a step is real; padded slots hold
-    zeros. Returns-to-go are those of the whole episode. With `stack`, an observation is that many single frames.
+    zeros. A causal model never looks to the right, so it needs the mask in its loss alone. Returns-to-go are those of
+    the whole episode. With `stack`, an observation is that many single frames.
     """
 
     def __init__(
@@ -160,8 +161,7 @@ class Windows:
         device, episodes = store.device, store.episodes
         self.timesteps = torch.as_tensor(episodes.timesteps, device=device)
         self.returns_to_go = torch.as_tensor(episodes.returns_to_go().astype(np.float32), device=device)
-        left = np.repeat(episodes.offsets[1:], episodes.lengths) - np.arange(len(episodes))
-        self.padding = torch.as_tensor(np.maximum(length - left, 0), device=device)  # (rows,) slots before the first
+        self.last = torch.as_tensor(episodes.last_rows, device=device)  # (episodes,)
         self.slots = torch.arange(length, device=device)
         self.before = torch.arange(1 - stack, length, device=device)  # slots whose frames the stacks need
         self.first = torch.as_tensor(episodes.offsets[:-1], device=device)  # (episodes,) first rows
@@ -176,9 +176,9 @@ class Windows:
         return np.stack(parts, axis=1)
 
     def gather(self, index: Tensor) -> dict[str, Tensor]:  # (seeds, batch) -> (seeds, batch, length, ...)
-        ahead = self.slots - self.padding[index][..., None]
-        real = ahead >= 0
-        rows = index[..., None] + ahead.clamp(min=0)
+        rows, last = index[..., None] + self.slots, self.last[self.store.episode_ids[index]][..., None]
+        real = rows <= last
+        rows = torch.minimum(rows, last)
 
         def masked(column: Tensor) -> Tensor:
             return column * real.reshape(*real.shape, *[1] * (column.ndim - real.ndim)).to(column.dtype)
@@ -194,9 +194,10 @@ class Windows:
 
     def _stacks(self, index: Tensor) -> Tensor:  # -> (seeds, batch, length, stack, height, width), a view
         """Each frame is fetched once, though it is in several stacks. Blank before the episode's first."""
-        wanted = index[..., None] + self.before - self.padding[index][..., None]
-        first = self.first[self.store.episode_ids[index]][..., None]
-        frames = self.store.observations(torch.maximum(wanted, first)) * (wanted >= first)[..., None, None]
+        episode, wanted = self.store.episode_ids[index], index[..., None] + self.before
+        first, last = self.first[episode][..., None], self.last[episode][..., None]
+        rows = torch.minimum(torch.maximum(wanted, first), last)
+        frames = self.store.observations(rows) * (wanted >= first)[..., None, None]
         return frames.unfold(2, self.stack, 1).movedim(-1, 3)
 
 

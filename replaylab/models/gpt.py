@@ -75,7 +75,7 @@ class LayerNorm(nn.Module):
 
 
 class Conv(nn.Module):
-    """A convolution a member, one after the other; PyTorch's default initialisation."""
+    """Kernels of one convolution a member; PyTorch's default initialisation."""
 
     def __init__(self, generators: Generators, inputs: int, outputs: int, kernel: int, stride: int):
         super().__init__()
@@ -87,9 +87,6 @@ class Conv(nn.Module):
             )
 
         self.weight, self.bias = draw(outputs, inputs, kernel, kernel), draw(outputs)
-
-    def forward(self, x: list[Tensor], scale: float = 1.0) -> list[Tensor]:  # one (batch, channels, h, w) a member
-        return [F.conv2d(x[i], w * scale, self.bias[i], self.stride) for i, w in enumerate(self.weight)]
 
 
 class Frames(nn.Module):
@@ -103,11 +100,23 @@ class Frames(nn.Module):
 
     def forward(self, frames: Tensor) -> Tensor:  # (members, batch, stack, 84, 84) uint8
         kind = torch.bfloat16 if torch.is_autocast_enabled(frames.device.type) else torch.float32
-        layout = torch.channels_last if frames.is_cuda else torch.contiguous_format  # what tensor cores want
-        x = [member.contiguous(memory_format=layout).to(kind) for member in frames]
-        for i, conv in enumerate(self.convs):
-            x = [torch.relu(y) for y in conv(x, 1 / 255 if i == 0 else 1.0)]  # scaling the weights spares a pass
-        return self.dense(torch.stack([y.flatten(1) for y in x]))
+        return self.dense(torch.stack([self._encode(i, member, kind) for i, member in enumerate(frames)]))
+
+    def _encode(self, member: int, frames: Tensor, kind: torch.dtype) -> Tensor:
+        """An 8 x 8 kernel with stride 4 over few channels is a 2 x 2 kernel over the 4 x 4 blocks of a frame, whose
+        pixels are channels then: the same sums, in a shape that tensor cores like."""
+        convs = [(c.weight[member], c.bias[member], c.stride) for c in self.convs if isinstance(c, Conv)]
+        (weight, bias, _), *others = convs
+        x = torch.relu(F.conv2d(_blocks(frames).to(kind), _blocks(weight) / 255, bias))
+        for weight, bias, stride in others:
+            x = torch.relu(F.conv2d(x, weight, bias, stride))
+        return x.flatten(1)
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """(n, c, 4 h, 4 w) -> (n, 16 c, h, w), channels last in memory."""
+    blocks = x.unflatten(3, (-1, 4)).unflatten(2, (-1, 4))  # (n, c, h, 4, w, 4)
+    return blocks.permute(0, 2, 4, 1, 3, 5).flatten(3).contiguous().permute(0, 3, 1, 2)
 
 
 class Block(nn.Module):
@@ -119,24 +128,21 @@ class Block(nn.Module):
         self.qkv, self.out = Linear(generators, width, 3 * width), Linear(generators, width, width)
         self.up, self.down = Linear(generators, width, 4 * width), Linear(generators, 4 * width, width)
 
-    def forward(self, x: Tensor, mask: Tensor, keep: slice | None = None) -> Tensor:
-        """(members, batch * tokens, width), (members * batch, 1, tokens, tokens) -> the tokens kept: all of them are
-        looked at, but what nobody reads afterwards need not look."""
-        tokens, drop = mask.shape[-1], self.dropout if self.training else 0.0
+    def forward(self, x: Tensor, tokens: int, keep: slice | None = None) -> Tensor:
+        """(members, batch * tokens, width) -> the same for the tokens kept: what nobody reads afterwards need not
+        pass through the rest of the block."""
+        drop = self.dropout if self.training else 0.0
         qkv = self.qkv(self.norm1(x)).view(-1, tokens, 3, self.heads, x.shape[-1] // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (members * batch, heads, tokens, width / heads) each
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=drop).transpose(1, 2)
         if keep is not None:
-            q, mask = q[:, :, keep], mask[:, :, keep]
+            y = y[:, keep]
             x = x.view(len(x), -1, tokens, x.shape[-1])[:, :, keep].flatten(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)
-        x = x + F.dropout(self.out(y.transpose(1, 2).reshape(x.shape)), drop)
+        x = x + F.dropout(self.out(y.reshape(x.shape)), drop)
         return x + F.dropout(self.down(self.activation(self.up(self.norm2(x)))), drop)
 
 
 class DecisionTransformer(nn.Module):
-    causal: Tensor
-    itself: Tensor
-
     def __init__(self, generators: Generators, shape: Shape):
         super().__init__()
         self.shape, members, width = shape, len(generators), shape.width
@@ -166,8 +172,6 @@ class DecisionTransformer(nn.Module):
             self.next_state = Linear(generators, width, shape.observation[0])
             self.next_return = Linear(generators, width, 1)
         self._initialise(generators)
-        self.register_buffer("causal", torch.ones(tokens, tokens, dtype=torch.bool).tril(), persistent=False)
-        self.register_buffer("itself", torch.eye(tokens, dtype=torch.bool), persistent=False)
 
     def _initialise(self, generators: Generators) -> None:
         """N(0, 0.02) and zero biases in the blocks; in the tanh style in the head too. The rest as PyTorch does."""
@@ -193,26 +197,25 @@ class DecisionTransformer(nn.Module):
         actions: Tensor,  # (members, batch, context, dims), or (members, batch, context) integers
         returns: Tensor,  # (members, batch, context), scaled
         timesteps: Tensor,  # (members, batch, context) integers
-        mask: Tensor,  # (members, batch, context), 1 where a step is real; padding stands on the left
         keep: slice | None = None,
     ) -> Tensor:
         """What the transformer makes of each token, (members, batch, context, tokens a step, width): [..., -2, :]
         knows everything up to the state, [..., -1, :] the action too. With `keep`, of those tokens of the window only,
-        (members, batch, kept, width)."""
-        members, batch, steps = mask.shape
-        x = self._tokens(states, actions, returns, timesteps, mask).reshape(members, -1, self.shape.width)
+        (members, batch, kept, width). Padding stands on the right, where no real token looks."""
+        members, batch, steps = timesteps.shape
+        x = self._tokens(states, actions, returns, timesteps).reshape(members, -1, self.shape.width)
         if self.shape.style == "norm":
             x = self.embed_norm(x)
         x = F.dropout(x, self.shape.dropout, self.training)
-        allowed = self._allowed(mask, x)
+        tokens = steps * self.per_step
         for block in self.blocks[:-1]:
-            x = block(x, allowed)
-        x = self.norm(self.blocks[-1](x, allowed, keep))
+            x = block(x, tokens)
+        x = self.norm(self.blocks[-1](x, tokens, keep))
         return x.view(members, batch, *((steps, self.per_step) if keep is None else (-1,)), self.shape.width)
 
-    def _tokens(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor, mask: Tensor) -> Tensor:
+    def _tokens(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor) -> Tensor:
         def flat(layer: nn.Module, x: Tensor) -> Tensor:
-            return layer(x.flatten(1, 2)).view(*mask.shape, -1)
+            return layer(x.flatten(1, 2)).view(*timesteps.shape, -1)
 
         squash = self.shape.style == "tanh"
         embedded = [self.embed_action(actions) if self.shape.discrete else flat(self.embed_action, actions)]
@@ -222,19 +225,7 @@ class DecisionTransformer(nn.Module):
         embedded.insert(-1, states)  # R s a; `encode` has squashed the states
         x = torch.stack(torch.broadcast_tensors(*embedded), 3)  # (members, batch, context, tokens a step, width)
         x = x + self.embed_timestep(timesteps.clamp(max=self.shape.max_timestep - 1))[:, :, :, None]
-        if squash:  # places count from the first real step, as acting does at the start of an episode
-            first = (mask.cumsum(-1).long() - 1).clamp(min=0) * self.per_step
-            x = x + self.embed_place(first[..., None] + torch.arange(self.per_step, device=mask.device))
+        if squash:
+            places = self.embed_place.weight[:, : timesteps.shape[2] * self.per_step]
+            x = x + places.view(len(places), 1, -1, self.per_step, self.shape.width)
         return x
-
-    def _allowed(self, mask: Tensor, x: Tensor) -> Tensor:
-        """(members * batch, 1, tokens, tokens) to add to the scores: 0 where a token may look, else -infinity.
-
-        A token sees real tokens up to itself. A padded one sees itself, so that no row of the softmax is empty.
-        """
-        steps = mask.shape[-1]
-        tokens = steps * self.per_step
-        real = mask.reshape(-1, steps, 1).expand(-1, -1, self.per_step).reshape(-1, 1, 1, tokens) > 0
-        allowed = self.causal[:tokens, :tokens] & (real | self.itself[:tokens, :tokens])
-        kind = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype
-        return torch.zeros(allowed.shape, dtype=kind, device=x.device).masked_fill_(~allowed, float("-inf"))
