@@ -21,6 +21,7 @@ from torch.nn.functional import softplus
 
 from replaylab.algos import Spaces
 from replaylab.config import knob
+from replaylab.models.adam import adam
 from replaylab.models.mlp import MLP, generators
 
 LOG_STD = (-5.0, 2.0)
@@ -44,9 +45,20 @@ class SAC(nn.Module):
     center: Tensor
     scale: Tensor
 
-    def __init__(self, config: Config, spaces: Spaces, seeds: Sequence[int], device: torch.device):
+    def __init__(
+        self,
+        config: Config,
+        spaces: Spaces,
+        seeds: Sequence[int],
+        device: torch.device,
+        *,
+        alpha_max: float | None = None,  # the temperature used is never above
+        goal_min: float | None = None,  # no critic is asked for less
+        actor_rate: Tensor | None = None,  # a learning rate that changes from outside
+    ):
         super().__init__()
         self.config, self.seeds, self.device = config, list(seeds), device
+        self.alpha_max, self.goal_min = alpha_max, goal_min
         observation, actions = spaces.observation_shape[0], spaces.action_dim
         self.actor = MLP(generators(seeds), observation, config.hidden, 2 * actions)
         self.critics = MLP(generators(seeds, copies=2), observation + actions, config.hidden, 1)
@@ -58,13 +70,13 @@ class SAC(nn.Module):
         self.target_entropy = -float(actions) if config.target_entropy is None else config.target_entropy
         self.to(device)
         groups: list[dict[str, Any]] = [
-            {"params": list(self.actor.parameters()), "lr": config.actor_lr},
+            {"params": list(self.actor.parameters()), "lr": config.actor_lr if actor_rate is None else actor_rate},
             {"params": list(self.critics.parameters()), "lr": config.critic_lr},
             {"params": [self.log_alpha], "lr": config.alpha_lr},
         ]
-        if config.actor_lr == config.critic_lr == config.alpha_lr:  # one group is one kernel
+        if actor_rate is None and config.actor_lr == config.critic_lr == config.alpha_lr:  # one group is one kernel
             groups = [{"params": [p for group in groups for p in group["params"]], "lr": config.actor_lr}]
-        self.optimizers = {"all": torch.optim.Adam(groups, fused=True, capturable=device.type == "cuda")}
+        self.optimizers = {"all": adam(groups)}
 
     # --- the policy: a Gaussian squashed into the action box
 
@@ -72,10 +84,10 @@ class SAC(nn.Module):
         mean, log_std = self.actor(observations).chunk(2, -1)
         return mean, log_std.clamp(*LOG_STD)
 
-    def sample(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions (..., dims) and their log-densities (...,)."""
+    def sample(self, observations: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Actions (..., dims) and their log-densities (...,). `noise` is standard normal; drawn here if not given."""
         mean, log_std = self.distribution(observations)
-        noise = torch.randn_like(mean)
+        noise = torch.randn_like(mean) if noise is None else noise
         raw = mean + log_std.exp() * noise
         # log(1 - tanh(x)^2) = 2 (log 2 - x - softplus(-2x)), which does not underflow
         squash = 2 * (math.log(2) - raw - softplus(-2 * raw)) + self.scale.log()
@@ -91,16 +103,20 @@ class SAC(nn.Module):
         inputs = torch.cat([observations, (actions - self.center) / self.scale], -1).repeat_interleave(2, 0)
         return critics(inputs).view(len(self.seeds), 2, -1)
 
-    def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One step from (seeds, batch, ...) columns; metrics of shape (seeds,)."""
+    def update(self, batch: dict[str, Tensor], noise: Tensor | None = None) -> dict[str, Tensor]:
+        """One step from (seeds, batch, ...) columns; metrics of shape (seeds,). `noise`: (seeds, 2 batch, dims)."""
         observations, size = batch["observations"], batch["observations"].shape[1]
         alpha = self.log_alpha.detach().exp()  # (seeds, 1)
+        if self.alpha_max is not None:
+            alpha = alpha.clamp(max=self.alpha_max)
         both = torch.cat([observations, batch["next_observations"]], 1)
-        actions, log_prob = self.sample(both)
+        actions, log_prob = self.sample(both, noise)
         with torch.no_grad():
             following = self.values(self.targets, batch["next_observations"], actions[:, size:]).amin(1)
             soft = following - alpha * log_prob[:, size:]
             goal = batch["rewards"] + self.config.gamma * (1 - batch["terminated"]) * soft
+            if self.goal_min is not None:
+                goal = goal.clamp(min=self.goal_min)
         values = self.values(self.critics, observations, batch["actions"])
         critic_loss = (values - goal[:, None]).square().mean(2).sum(1)
         log_prob = log_prob[:, :size]

@@ -1,0 +1,429 @@
+"""GORMPO (Tumay et al., 2026) and the MOPO (Yu et al., 2020) underneath: learn a world, stay where the data is.
+
+    density     log p(s', a) of the logged pairs; tau = the value below which 1 % of held-out rows lie
+    dynamics    an ensemble of Gaussians for (s' - s, r)
+    policy      SAC on 5 % logged and 95 % imagined rows, imagined with reward  r - coefficient * w(tau - log p(s', a))
+
+MOPO's penalty comes from the ensemble itself (`--uncertainty`), MBPO has none; the sum of both is possible. A density
+is one model for all seeds of a run; the ensemble and the policy are each seed's own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from replaylab.algos import Normalizer, Phase, Spaces
+from replaylab.algos.gormpo_density import DensityFit, under
+from replaylab.algos.sac import SAC
+from replaylab.algos.sac import Config as SACConfig
+from replaylab.config import knob
+from replaylab.data.episodes import Episodes
+from replaylab.errors import DataError, UsageError
+from replaylab.models import termination
+from replaylab.models.density import INPUTS, KINDS
+from replaylab.models.density.base import check_percentile
+from replaylab.models.dynamics import Dynamics, Fit
+from replaylab.models.imagine import (
+    Imagination,
+    Logged,
+    LoggedRows,
+    Penalties,
+    Ring,
+    foretell,
+    generator,
+    unpack,
+    widen,
+)
+from replaylab.models.penalty import DENSITY, ENSEMBLE
+from replaylab.step import Graph
+
+COUNTS = ("steps", "batch_size", "dynamics_batch", "max_epochs", "patience", "rollout_batch", "rollout_every", "retain")
+SHOWN = 1500  # points of the picture
+
+
+@dataclass
+class Config(SACConfig):
+    """Density-penalised model-based policy optimisation."""
+
+    steps: int = knob(500_000, "updates of the policy")
+    actor_lr: float = knob(1e-4, "Adam's learning rate of the actor")
+    alpha_lr: float = knob(1e-4, "Adam's learning rate of the temperature")
+    actor_lr_decay: bool = knob(True, "let the actor's rate fall to zero along a cosine")
+    alpha_max: float | None = knob(1.0, "the temperature used is never above; none: no such limit")
+    goal_min: float | None = knob(
+        None, "no critic is asked for less than this; GORMPO: 0, wrong where returns are negative"
+    )
+    normalize: bool = knob(True, "standardise what actor and critics see with the data's mean and deviation")
+    density: str = knob("realnvp", "kind of density model", [*KINDS, "none"])
+    density_model: str | None = knob(None, "folder of `replaylab density fit`, instead of fitting one in the run")
+    density_inputs: str = knob("nsa", "what a fitted density looks at: (s', a), (s, a) or (s, a, s')", INPUTS)
+    density_steps: int | None = knob(None, "updates of the density; default: as `replaylab density fit`")
+    percentile: float = knob(1.0, "the threshold: this percentage of held-out rows is less likely")
+    penalty: str = knob("tanh", "penalty from the density", [*DENSITY, "none"])
+    penalty_coef: float | None = knob(None, "its coefficient; default: by environment and level, see the docs; 0: none")
+    uncertainty: str = knob("none", "penalty from the ensemble", [*ENSEMBLE, "none"])
+    uncertainty_coef: float | None = knob(None, "its coefficient; default: by environment and level; 0: none")
+    termination: str = knob("auto", "auto, a known environment, none, or your own FILE.py:FUNCTION")
+    members: int = knob(7, "networks of the ensemble")
+    elites: int = knob(5, "of them, how many imagine")
+    dynamics_hidden: list[int] = knob([200, 200, 200, 200], "widths of their hidden layers")
+    dynamics_lr: float = knob(1e-3, "Adam's learning rate of the ensemble")
+    dynamics_batch: int = knob(256, "rows a batch of each member")
+    scale_targets: bool = knob(True, "standardise what the ensemble predicts, not only what it sees")
+    patience: int = knob(5, "epochs without an improvement of 1 % on held-out rows until the ensemble is done")
+    max_epochs: int = knob(200, "at most so many")
+    rollout_batch: int = knob(50_000, "states from which is imagined")
+    rollout_length: int | None = knob(None, "imagined steps from each; default: by environment and level, else 5")
+    rollout_every: int = knob(1000, "updates of the policy between rollouts")
+    retain: int = knob(5, "rollouts that are kept")
+    real_ratio: float = knob(0.05, "share of logged rows in a batch")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "debug": {
+        "steps": 60,
+        "batch_size": 32,
+        "hidden": [32, 32],
+        "density_steps": 40,
+        "dynamics_hidden": [16, 16],
+        "dynamics_batch": 1024,
+        "max_epochs": 2,
+        "rollout_batch": 100,
+        "rollout_every": 20,
+        "eval_episodes": 2,
+        "final_episodes": 4,
+    },
+    "mbpo": {"penalty_coef": 0.0, "uncertainty_coef": 0.0},
+}
+
+# (environment, level): coefficients of the density's and of the ensemble's penalty, rollout length. The ensemble's and
+# the lengths are OfflineRL-Kit's; a level that is not listed takes the environment's "medium".
+TUNED: dict[tuple[str, str], tuple[float, float, int]] = {
+    ("halfcheetah", "medium"): (0.5, 0.5, 5),
+    ("halfcheetah", "medium-replay"): (0.5, 0.5, 5),
+    ("halfcheetah", "medium-expert"): (1.0, 2.5, 5),
+    ("hopper", "medium"): (5.0, 5.0, 5),
+    ("hopper", "medium-replay"): (2.5, 2.5, 5),
+    ("hopper", "medium-expert"): (5.0, 5.0, 5),
+    ("walker2d", "medium"): (1.0, 0.5, 5),
+    ("walker2d", "medium-replay"): (2.5, 2.5, 1),
+    ("walker2d", "medium-expert"): (2.5, 2.5, 1),
+}
+
+
+def tuned(episodes: Episodes) -> tuple[tuple[float, float, int], str]:
+    """The table's row for this data, and its origin. Elsewhere the unit of a penalty is the rewards' deviation."""
+    name = termination.family(episodes.env_id)
+    told = " ".join(str(episodes.meta.get(key) or "") for key in ("level", "dataset_id", "source")).lower()
+    found = re.search(r"medium[-_](replay|expert)", told)
+    level = found[0].replace("_", "-") if found else "medium"
+    if name and (name, level) in TUNED:
+        return TUNED[name, level], f"the table's for {name} {level}"
+    spread = float(np.std(episodes.rewards)) or 1.0
+    return (float(f"{spread:.2g}"), 1.0, 5), "no table for this environment; the deviation of the rewards, 1 and 5"
+
+
+class Agent(nn.Module):
+    done: Tensor
+    ends: Tensor
+
+    def __init__(self, config: Config, spaces: Spaces, seeds: Sequence[int], device: torch.device):
+        super().__init__()
+        _check(config, spaces)
+        self.config, self.seeds, self.device, self.spaces = config, list(seeds), device, spaces
+        self.observation = spaces.observation_shape[0]
+        rate = torch.tensor(config.actor_lr, device=device)
+        limits = {"alpha_max": config.alpha_max, "goal_min": config.goal_min}
+        self.sac = SAC(config, spaces, seeds, device, **limits, actor_rate=rate if config.actor_lr_decay else None)
+        shape = (config.dynamics_hidden, config.members, config.elites)
+        self.dynamics = Dynamics(seeds, self.observation, spaces.action_dim, *shape)
+        self.normalizer = Normalizer(spaces.observation_shape)
+        self.register_buffer("done", torch.zeros(()))  # updates of the policy so far
+        self.register_buffer("ends", torch.tensor(0))  # which known termination function, kept with the weights
+        self.to(device)
+        self.optimizers = {"policy": self.sac.optimizers["all"]}
+        self.notes: list[str] = []
+        self.warned: set[str] = set()
+        self.number = -1  # of the last rollout
+        self.density: DensityFit | None = None
+        self.fit: Fit | None = None  # until the ensemble is done
+
+    # --- what is trained
+
+    def phases(self, episodes: Episodes) -> list[Phase]:
+        config = self.config
+        if config.normalize:
+            self.normalizer.fit(episodes)
+            constant = self.normalizer.std < 1e-5  # imagined, such a column has some noise
+            self.normalizer.std.copy_(torch.where(constant, 1.0, self.normalizer.std))
+        data = Logged(episodes, self.device)
+        self.termination = self._termination(episodes, data)
+        coefficient, uncertainty_coefficient = self._coefficients(episodes)
+        if coefficient:
+            self.density = DensityFit(config, episodes, len(self.seeds), self.device)
+        inputs = self.density.report["inputs"] if self.density else config.density_inputs
+        self.penalties = Penalties(config.penalty, coefficient, config.uncertainty, uncertainty_coefficient, inputs)
+        self.fit = self._make_fit(data)
+        self._make_imagination(data)
+        found = [self._dynamics(self.fit), self._policy(data)]
+        if self.density is not None and self.density.descent is not None:
+            self.optimizers["density"] = self.density.descent.optimizer
+            found.insert(0, self.density.phase())
+        return found
+
+    def _dynamics(self, fit: Fit) -> Phase:
+        at_once = self.density is not None and not self.density.fitted and self.density.descent is None
+        return Phase(
+            "dynamics",
+            fit.steps,
+            fit,
+            fit.update,
+            begin=self.density.begin if self.density and at_once else None,  # a density that needs no steps
+            every=fit.batches,
+            hook=fit.hook,
+            stop=fit.stop,
+            finish=self._finish_dynamics,
+            evaluates=False,
+        )
+
+    def _policy(self, data: Logged) -> Phase:
+        rows = LoggedRows(data.table(self.normalizer), self.seeds, self.real)
+        every = self.config.rollout_every
+        return Phase(
+            "policy", self.config.steps, rows, self.update, every=every, hook=self.imagine, finish=self._support
+        )
+
+    def _coefficients(self, episodes: Episodes) -> tuple[float, float]:
+        """Of the density's and of the ensemble's penalty. What was not given comes from the table, and that is told."""
+        config, told = self.config, []
+        (*table, length), origin = tuned(episodes)
+        self.length = config.rollout_length or length
+        found = []
+        kinds = (config.penalty, config.penalty_coef), (config.uncertainty, config.uncertainty_coef)
+        for (kind, asked), ours in zip(kinds, table, strict=True):
+            found.append(0.0 if kind == "none" else ours if asked is None else asked)
+            told += [f"{kind} penalty x {found[-1]:g}"] if found[-1] else []
+        gaps = [asked is None for (kind, asked) in kinds if kind != "none"] + [config.rollout_length is None]
+        where = f" ({origin})" if any(gaps) else ""
+        self.notes.append(f"imagines {self.length} steps, {' and '.join(told) or 'no penalty: MBPO'}{where}")
+        return found[0], found[1]
+
+    def _termination(self, episodes: Episodes, data: Logged) -> termination.Termination:
+        """The function, and a note that says which it is and how it agrees with the log."""
+        asked, known = self.config.termination, termination.family(episodes.env_id)
+        name = (known or "none") if asked == "auto" else asked
+        function = termination.find(name)
+        self.ends.fill_(list(termination.KNOWN).index(name) if name in termination.KNOWN else 0)
+        done = function(data.observations, data.actions, data.following)
+        ends = data.terminated > 0
+        found, wrong = int((done & ends).sum()), int((done & ~ends).sum())
+        why = "asked for" if asked != "auto" else f"for {episodes.env_id}" if known else "no environment is known"
+        self.notes.append(
+            f"termination: {name} ({why}); it ends {found:,} of the {int(ends.sum()):,} logged rows that end, "
+            f"and {wrong:,} of the {int((~ends).sum()):,} that do not"
+        )
+        if int(ends.sum()) > found * 2 or wrong > 0.01 * len(done):
+            self.notes.append(f"termination {name} does not fit the log: pass --termination NAME or FILE.py:FUNCTION")
+        return function
+
+    def _make_fit(self, data: Logged) -> Fit:
+        config = self.config
+        fit = Fit(
+            self.dynamics,
+            self.seeds,
+            torch.cat([data.observations, data.actions], 1),
+            torch.cat([data.following - data.observations, data.rewards[:, None]], 1),
+            batch_size=config.dynamics_batch,
+            lr=config.dynamics_lr,
+            patience=config.patience,
+            max_epochs=config.max_epochs,
+            scale_targets=config.scale_targets,
+        )
+        self.optimizers["dynamics"] = fit.optimizer
+        return fit
+
+    def _make_imagination(self, data: Logged) -> None:
+        config, actions = self.config, self.spaces.action_dim
+        self.real = int(config.batch_size * config.real_ratio)
+        rows = math.ceil(config.rollout_batch / config.elites) * config.elites
+        seeds, fake = len(self.seeds), config.batch_size - self.real
+        self.ring = Ring(seeds, rows * self.length * config.retain, 2 * self.observation + actions + 2, self.device)
+        seen = torch.cat([torch.cat([data.observations, data.following]), data.rewards.repeat(2)[:, None]], 1)
+        self.imagination = Imagination(
+            self.seeds,
+            self.dynamics,
+            lambda normal, noise: self.sac.sample(normal, noise)[0],
+            self.normalizer,
+            self.termination,
+            self.penalties,
+            self.ring,
+            data.observations,
+            widen(seen.amin(0), seen.amax(0)),
+            rows,
+            self.length,
+            actions,
+        )
+        ours = self.termination in termination.KNOWN.values()  # a user's function may look at values on the host
+        self.graph = Graph(self.imagination.roll, self.device, capture=ours)
+        self.data = data
+        self.noise = torch.zeros(seeds, config.rollout_every, 2 * config.batch_size, actions, device=self.device)
+        self.uniform = torch.zeros(seeds, config.rollout_every, fake, device=self.device)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=self.device)  # updates since the last rollout
+
+    def _finish_dynamics(self) -> dict[str, Any]:
+        assert self.fit is not None
+        findings = self.fit.finish()
+        self.fit = None
+        return findings | ({"density": self.density.findings()} if self.density else {})
+
+    # --- the policy
+
+    def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.config.actor_lr_decay:
+            cosine = torch.cos(math.pi * self.done / self.config.steps)
+            self.optimizers["policy"].param_groups[0]["lr"].copy_(self.config.actor_lr * (1 + cosine) / 2)
+        self.done += 1
+        rows = torch.cat([batch["rows"], self.ring.sample(self.uniform.index_select(1, self.cursor)[:, 0])], 1)
+        noise = self.noise.index_select(1, self.cursor)[:, 0]
+        self.cursor += 1
+        return self.sac.update(unpack(rows, self.observation), noise)
+
+    def imagine(self, step: int) -> dict[str, Tensor] | None:
+        """Before every so many updates: new imagined rows, and noise for the updates to come."""
+        self._draw(step // self.config.rollout_every)
+        self.cursor.zero_()
+        if self.real == self.config.batch_size:  # nothing imagined is used
+            return None
+        if self.penalties.coefficient and self.penalties.density is None:
+            self._use_density()
+        self.graph()
+        metrics = self.imagination.metrics()
+        self._warn(metrics)
+        return metrics
+
+    def _use_density(self) -> None:
+        assert self.density is not None
+        self.penalties.use(self.density.model, self.config.percentile)
+
+    def _draw(self, number: int) -> None:
+        self.number = number
+        self.imagination.prepare(number)
+        for i, seed in enumerate(self.seeds):
+            g = generator(self.device, seed, 2, number)
+            self.noise[i].normal_(generator=g)
+            self.uniform[i].uniform_(generator=g)
+
+    def _warn(self, metrics: dict[str, Tensor]) -> None:
+        """One look at the device for each rollout."""
+        penalised = [metrics["penalised"]] if "penalised" in metrics else []
+        counts = [self.ring.filled[:, 0], self.imagination.survivors]
+        filled, survivors, *shares = torch.stack([*counts, *penalised]).tolist()
+        if min(filled) == 0:
+            raise DataError(
+                "nothing was imagined: every prediction of the ensemble was not a number; lower --dynamics-lr"
+            )
+        if self.length > 1 and min(survivors) == 0:
+            self._say("ends", "every imagined episode ended in its first step: see --termination and imagined_wild")
+        for seed, share in zip(self.seeds, shares[0] if shares else (), strict=bool(shares)):
+            if share in (0.0, 1.0):
+                text = f"seed {seed}: {100 * share:.0f} % of the rows imagined at update {int(self.done)} are penalised"
+                change = "raise" if share == 0 else "lower"
+                self._say(f"penalised {seed} {share}", f"{text}: the penalty tells nothing; {change} --percentile")
+
+    def _say(self, kind: str, text: str) -> None:
+        if kind not in self.warned:
+            self.warned.add(kind)
+            self.notes.append(text)
+
+    @torch.no_grad()
+    def _support(self) -> dict[str, Any]:
+        """Where the policy's imagined (s', a) lie against the data's, on the data's two main axes."""
+        if self.real == self.config.batch_size:
+            return {}
+        g = torch.Generator().manual_seed(0)
+        logged = torch.randint(len(self.data.observations), (SHOWN,), generator=g).to(self.device)
+        uniform = torch.rand(len(self.seeds), SHOWN // len(self.seeds), generator=g).to(self.device)
+        batch = unpack(self.ring.sample(uniform).flatten(0, 1), self.observation)
+        following = self.normalizer(self.data.following[logged])
+        rows = [torch.cat([following, self.data.actions[logged]], 1)]
+        rows.append(torch.cat([batch["next_observations"], batch["actions"]], 1))
+        mean, std = rows[0].mean(0), rows[0].std(0).clamp(min=1e-6)
+        rows = [((x - mean) / std).double().cpu() for x in rows]
+        _, values, axes = torch.linalg.svd(rows[0], full_matrices=False)
+        shown = [(x @ axes[:2].T).numpy().round(2).tolist() for x in rows]
+        explained = (values.square() / values.square().sum())[:2].tolist()
+        return {"support": {"logged": shown[0], "imagined": shown[1], "explained": explained}}
+
+    # --- what the ensemble expects, for where there is no simulator
+
+    def predicted_return(self, observations: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
+        """From (rows, observation): mean over the elites, and their disagreement, (seeds,) each."""
+        means = self._foretell(observations, horizon)[1].mean(-1)  # (seeds, elites)
+        return means.mean(1), means.std(1, correction=0)
+
+    def imagined_states(self, observations: Tensor, horizon: int) -> Tensor:  # (seeds, rows, observation)
+        return self._foretell(observations, horizon)[0][:, 0]
+
+    def _foretell(self, observations: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
+        asked = self.config.termination
+        known = list(termination.KNOWN)[int(self.ends)]
+        ends = termination.find(asked if asked != "auto" else known)
+        return foretell(self.dynamics, lambda x: self.act(x)[0], ends, observations, horizon)
+
+    # --- checkpoints
+
+    def training_state(self) -> dict[str, Tensor]:
+        state = {f"ring.{k}": v for k, v in self.ring.state().items()}
+        state |= {"cursor": self.cursor, "number": torch.tensor(self.number)}
+        if self.density is not None:
+            state |= {f"density.{k}": v for k, v in self.density.state().items()}
+        if self.fit is not None:
+            state |= {f"fit.{k}": v for k, v in self.fit.state().items()}
+        return state
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        self.ring.load(under("ring.", state))
+        self.cursor.copy_(state["cursor"])
+        if int(state["number"]) >= 0:
+            self._draw(int(state["number"]))
+        if self.density is not None:
+            self.density.load(under("density.", state))
+            if self.density.fitted and self.penalties.coefficient:
+                self._use_density()
+        if self.fit is not None and "fit.best" in state:
+            self.fit.load(under("fit.", state))
+        else:
+            self.fit = None  # the ensemble was done
+
+    def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        return self.sac.mode(self.normalizer(observations)), state
+
+
+def _check(config: Config, spaces: Spaces) -> None:
+    if len(spaces.observation_shape) != 1 or spaces.discrete:
+        raise UsageError("gormpo and mopo need vector observations and continuous actions")
+    wanted = config.penalty != "none" and config.penalty_coef != 0
+    if wanted and config.density == "none" and config.density_model is None:
+        raise UsageError(
+            f"penalty {config.penalty} needs a density: pass --density or --density-model, or --penalty none"
+        )
+    if config.penalty == "none" and config.density_model is not None:
+        raise UsageError("a density without a penalty does nothing: pass --penalty tanh, or leave out --density-model")
+    if not 1 <= config.elites <= config.members:
+        raise UsageError(f"elites must be from 1 to members ({config.members}), not {config.elites}")
+    if not 0 <= config.real_ratio <= 1:
+        raise UsageError(f"real_ratio must be from 0 to 1, not {config.real_ratio}")
+    for name in COUNTS:
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} must be at least 1, not {getattr(config, name)}")
+    if config.rollout_length is not None and config.rollout_length < 1:
+        raise UsageError(f"rollout_length must be at least 1, not {config.rollout_length}")
+    check_percentile(config.percentile)

@@ -1,0 +1,124 @@
+"""The density of a GORMPO run: read from a folder, or fitted as the run's first phase."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylab import density as library
+from replaylab.algos import Phase
+from replaylab.data.episodes import Episodes
+from replaylab.errors import DataError
+from replaylab.models.density import Density, make
+
+
+class DensityFit:
+    """All seeds share the model: it depends on the data alone."""
+
+    def __init__(self, config: Any, episodes: Episodes, seeds: int, device: torch.device):
+        self.config, self.seeds = config, seeds
+        self.model: Density
+        self.report: dict[str, Any]
+        self.descent: library.Descent | None = None
+        if config.density_model is not None:
+            self.model = library.load(config.density_model, str(device))
+            self.report, self.fitted = self.model.report, True
+            self._check(episodes)
+            self.model.threshold(config.percentile)
+            return
+        parts = [episodes.select(ids) for ids in library.split(episodes)]
+        order = np.random.default_rng(81)  # shuffled, so that the first so many are a fair sample
+        x, validation = (
+            torch.tensor(order.permutation(library.columns(p, config.density_inputs)[0])) for p in parts[:2]
+        )
+        self.x, self.validation, self.test = x.to(device), validation.to(device), parts[2]
+        self.model = make(config.density, x.shape[1]).to(device)
+        self.fitted = False
+        self.steps = 0 if not self.model.needs_steps else config.density_steps or library.STEPS[config.density]
+        self.report = {"kind": config.density, "inputs": config.density_inputs, "steps": self.steps}
+        self.report |= {"observation_dim": episodes.observations.shape[1], "action_dim": episodes.actions.shape[1]}
+        self.report |= {"percentile": config.percentile, "env_id": episodes.env_id}
+        self.best = torch.full((), -torch.inf, device=device)
+        self.kept: dict[str, Tensor] = {}
+        self.descent = library.Descent(self.model, self.steps, 1e-3) if self.steps else None
+
+    def _check(self, episodes: Episodes) -> None:
+        wanted = self.report["observation_dim"], self.report["action_dim"]
+        given = episodes.observations.shape[1], episodes.actions.shape[1]
+        if wanted != given:
+            raise DataError(
+                f"{self.config.density_model}: the density was fitted on {wanted[0]} observation and {wanted[1]} "
+                f"action columns, the data has {given[0]} and {given[1]}"
+            )
+
+    def phase(self) -> Phase:
+        rows = library.Rows(self.x, 512, 0)
+        every = max(1, self.steps // library.CHECKS)
+        return Phase(
+            "density", self.steps, rows, self.update, self.begin, every, self.hook, finish=self.finish, evaluates=False
+        )
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        torch.manual_seed(0)  # the density does not depend on which seeds are trained with it
+        self.model.standardise(self.x)
+        self.model.fit(self.x, self.validation)
+        if not self.steps:
+            self.finish()
+
+    def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        assert self.descent is not None
+        return {"loss": self.descent(batch)["loss"].repeat(self.seeds)}
+
+    @torch.no_grad()
+    def hook(self, step: int) -> dict[str, Tensor]:
+        """Keep the weights that are likeliest on the held-out rows."""
+        likelihood = self.model.log_prob(self.validation[: library.JUDGES]).clamp(min=-1e3).mean()
+        better = bool(likelihood > self.best)
+        if better:
+            self.best.copy_(likelihood)
+            self.kept = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return {"validation": likelihood.repeat(self.seeds)}
+
+    def finish(self) -> None:
+        if self.steps:
+            self.hook(self.steps)
+            self.model.load_state_dict(self.kept or self.model.state_dict())
+        self.model.requires_grad_(False).calibrate(self.validation)
+        self.fitted = True
+
+    def findings(self) -> dict[str, Any]:
+        """What the report shows: where held-out rows and shifted ones lie, against the threshold."""
+        threshold = self.model.threshold(self.config.percentile)
+        report = self.report | {"threshold": threshold, "percentile": self.config.percentile}
+        if self.config.density_model is None:
+            self.model.report = report
+            report["tests"] = library._tests(self.model, self.test, library.default_distances(self.test))
+        return {k: report.get(k) for k in ("kind", "inputs", "steps", "threshold", "percentile", "tests")}
+
+    # --- checkpoints
+
+    def state(self) -> dict[str, Tensor]:
+        state = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        state["fitted"] = torch.tensor(self.fitted)
+        if not self.fitted and self.descent is not None:
+            state |= {f"kept.{name}": value for name, value in self.kept.items()}
+            state |= {"best": self.best, "done": self.descent.done}
+        return state
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.model.load_state_dict(under("model.", state))
+        self.fitted = bool(state["fitted"])
+        if self.fitted:
+            self.model.requires_grad_(False)
+        elif self.descent is not None:
+            self.kept = {k: v.to(self.x.device) for k, v in under("kept.", state).items()}
+            self.best.copy_(state["best"])
+            self.descent.done.copy_(state["done"])
+
+
+def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}

@@ -1,0 +1,314 @@
+"""Imagined experience: short rollouts of a policy in an ensemble of dynamics, kept in a ring. All on the device.
+
+A rollout is a fixed sequence of kernels, so that one CUDA graph holds it: rows that have ended are computed along and
+left out when rows are stored. All that is random (first states, which elite answers which row, noise) is drawn before,
+as a function of (seed, number of the rollout): a seed imagines the same whoever trains beside it, and a run that
+resumes needs no state of a generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylab.data.episodes import Episodes
+from replaylab.data.sample import Store, Transitions, draw
+from replaylab.models.density import Density, join
+from replaylab.models.dynamics import Dynamics
+from replaylab.models.penalty import ensemble_penalty, penalty
+from replaylab.models.termination import Termination
+
+WIDE = 5.0  # predictions may leave the data's range by so many times its width, not further
+
+
+def generator(device: torch.device, seed: int, stream: int, number: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(((seed * 1_000_003 + stream) * 1_000_003 + number) % 2**62)
+
+
+def pack(normal: Tensor, actions: Tensor, rewards: Tensor, terminated: Tensor, following: Tensor) -> Tensor:
+    """Transitions as rows of one table: one gather fetches a batch."""
+    columns = [normal, actions, rewards[..., None], terminated[..., None].to(rewards.dtype), following]
+    return torch.cat(columns, -1)
+
+
+def unpack(rows: Tensor, observation: int) -> dict[str, Tensor]:
+    action = rows.shape[-1] - 2 * observation - 2
+    parts = rows.split([observation, action, 1, 1, observation], -1)
+    names = ("observations", "actions", "rewards", "terminated", "next_observations")
+    batch = dict(zip(names, parts, strict=True))
+    return batch | {"rewards": batch["rewards"][..., 0], "terminated": batch["terminated"][..., 0]}
+
+
+class Logged:
+    """The log's transitions on the device; rows whose successor is unknown are left out."""
+
+    def __init__(self, episodes: Episodes, device: torch.device):
+        store = Store(episodes, device, resident=True)
+        usable = Transitions(store, [0], 1)
+        rows = usable.rows if usable.rows is not None else torch.arange(len(episodes), device=device)
+        self.observations, self.following = store.observations(rows), store.next_observations(rows)
+        self.actions, self.rewards, self.terminated = (
+            x[rows] for x in (store.actions, store.rewards, store.terminated)
+        )
+
+    def table(self, normalize: Callable[[Tensor], Tensor]) -> Tensor:
+        return pack(
+            normalize(self.observations), self.actions, self.rewards, self.terminated, normalize(self.following)
+        )
+
+
+class LoggedRows:
+    """The logged part of each batch."""
+
+    resident = True
+
+    def __init__(self, table: Tensor, seeds: Sequence[int], count: int):
+        self.table, self.seeds, self.count = table, list(seeds), count
+
+    def draw(self, start: int, steps: int) -> np.ndarray:
+        parts = [draw(len(self.table), (self.count,), seed, 3, start, steps) for seed in self.seeds]
+        return np.stack(parts, axis=1)
+
+    def gather(self, index: Tensor) -> dict[str, Tensor]:
+        return {"rows": self.table[index]}
+
+
+class Ring:
+    """The newest `capacity` rows of each seed. Where to write next and how many there are is known to the device
+    alone, so that rows can be left out without waiting for it."""
+
+    def __init__(self, seeds: int, capacity: int, width: int, device: torch.device):
+        self.capacity = capacity
+        self.table = torch.zeros(seeds, capacity + 1, width, device=device)  # the last row takes what is not kept
+        self.next = torch.zeros(seeds, 1, dtype=torch.int64, device=device)
+        self.filled = torch.zeros(seeds, 1, dtype=torch.int64, device=device)
+        self.first = torch.arange(seeds, device=device)[:, None] * (capacity + 1)
+
+    def add(self, rows: Tensor, valid: Tensor) -> None:  # (seeds, rows, width), (seeds, rows)
+        """Keep the valid rows, in their order; `capacity` of them at most."""
+        count = valid.cumsum(1)
+        place = torch.where(valid, (self.next + count - 1) % self.capacity, self.capacity)
+        self.table.flatten(0, 1).index_copy_(0, (self.first + place).flatten(), rows.flatten(0, 1))
+        self.next.copy_((self.next + count[:, -1:]) % self.capacity)
+        self.filled.copy_((self.filled + count[:, -1:]).clamp(max=self.capacity))
+
+    def sample(self, uniform: Tensor) -> Tensor:  # (seeds, batch) in [0, 1) -> (seeds, batch, width)
+        rows = torch.minimum((uniform * self.filled).long(), self.filled - 1)
+        return self.table.flatten(0, 1)[self.first + rows.clamp(min=0)]
+
+    def state(self) -> dict[str, Tensor]:
+        most = int(self.filled.max())
+        return {"rows": self.table[:, :most].contiguous(), "next": self.next, "filled": self.filled}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.table[:, : state["rows"].shape[1]].copy_(state["rows"])
+        self.next.copy_(state["next"])
+        self.filled.copy_(state["filled"])
+
+
+class Penalties:
+    """What is taken off an imagined reward: by a density, by the ensemble's own uncertainty, or by both."""
+
+    def __init__(
+        self,
+        kind: str = "none",
+        coefficient: float = 0.0,
+        uncertainty: str = "none",
+        uncertainty_coefficient: float = 0.0,
+        inputs: str = "nsa",
+    ):
+        self.kind, self.coefficient, self.inputs = kind, coefficient if kind != "none" else 0.0, inputs
+        self.uncertainty = uncertainty if uncertainty_coefficient else "none"
+        self.uncertainty_coefficient = uncertainty_coefficient
+        self.density: Density | None = None
+        self.threshold = torch.zeros(())
+
+    def use(self, density: Density, percentile: float) -> None:
+        self.density = density
+        self.threshold = torch.tensor(density.threshold(percentile), device=density.mean.device)
+
+    def by_density(
+        self, observations: Tensor, actions: Tensor, following: Tensor, live: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Penalty and whether a row is below the threshold, (seeds, rows)."""
+        assert self.density is not None
+        columns = join(self.inputs, observations, actions, following)
+        log_prob = self.density.log_prob(columns.flatten(0, 1)).view(live.shape)
+        below = log_prob < self.threshold
+        if self.kind == "linear":  # its cap is a statistic of the batch: of each seed's own rows that are still going
+            return capped(self.threshold - log_prob, live), below
+        return penalty(self.kind, log_prob, self.threshold), below
+
+    def by_ensemble(self, means: Tensor, deviations: Tensor) -> Tensor:  # (seeds, members, rows, columns)
+        if self.uncertainty != "aleatoric":  # the others look at the states, not at the reward
+            means, deviations = means[..., :-1], deviations[..., :-1]
+        return torch.stack([ensemble_penalty(self.uncertainty, m, d) for m, d in zip(means, deviations, strict=True)])
+
+
+def capped(gap: Tensor, live: Tensor) -> Tensor:
+    """`penalty.linear` for each seed: clip(gap, 0, Q3 + 1.5 (Q3 - Q1)), quartiles over the live rows."""
+    ordered = torch.where(live, gap, torch.inf).sort(1).values
+    last = (live.sum(1, keepdim=True) - 1).clamp(min=0)
+
+    def quartile(share: float) -> Tensor:
+        place = share * last
+        below = place.floor().long()
+        return torch.lerp(ordered.gather(1, below), ordered.gather(1, torch.minimum(below + 1, last)), place - below)
+
+    low, high = quartile(0.25), quartile(0.75)
+    return torch.minimum(gap, high + 1.5 * (high - low)).clamp(min=0)
+
+
+class Imagination:
+    """Rollouts of `length` steps from `rows` logged states of each seed, stored in `ring`.
+
+    In each step the rows are dealt out to the elites in equal random parts, so that a row needs one network's answer
+    and not all of them; only the ensemble's own penalty asks every member.
+    """
+
+    METRICS = ("penalised", "penalty", "imagined_reward", "imagined_ends", "imagined_wild", "imagined_rows")
+
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        dynamics: Dynamics,
+        policy: Callable[[Tensor, Tensor], Tensor],  # normalised observations, noise -> actions
+        normalize: Callable[[Tensor], Tensor],
+        termination: Termination,
+        penalties: Penalties,
+        ring: Ring,
+        starts: Tensor,  # (logged rows, observation)
+        limits: tuple[Tensor, Tensor],  # lowest and highest (observation, reward)
+        rows: int,
+        length: int,
+        actions: int,
+    ):
+        self.seeds, self.dynamics, self.policy, self.normalize = list(seeds), dynamics, policy, normalize
+        self.termination, self.penalties, self.ring = termination, penalties, ring
+        self.starts, self.limits = starts, limits
+        self.rows, self.length, device = rows, length, starts.device
+        count, outputs = len(self.seeds), dynamics.outputs
+        self.first = torch.zeros(count, rows, dtype=torch.int64, device=device)
+        self.order = torch.zeros(count, length, rows, dtype=torch.int64, device=device)
+        self.action_noise = torch.zeros(count, length, rows, actions, device=device)
+        self.model_noise = torch.zeros(count, length, rows, outputs, device=device)
+        self.sums = torch.zeros(len(self.METRICS), count, device=device)
+        self.survivors = torch.zeros(count, device=device)  # rows that went on after the first step
+
+    def prepare(self, number: int) -> None:
+        """Draw all that is random in this rollout."""
+        for i, seed in enumerate(self.seeds):
+            g = generator(self.starts.device, seed, 1, number)
+            self.first[i].random_(0, len(self.starts), generator=g)
+            for order in self.order[i]:
+                order.copy_(torch.randperm(self.rows, generator=g, device=order.device))
+            self.action_noise[i].normal_(generator=g)
+            self.model_noise[i].normal_(generator=g)
+
+    @torch.no_grad()
+    def roll(self) -> None:
+        """The rollout as it was prepared; captured as a graph."""
+        self.sums.zero_()
+        networks = self.dynamics.networks(elites_only=self.penalties.uncertainty == "none")
+        observations = self.starts[self.first]  # (seeds, rows, observation)
+        live = torch.ones_like(self.first, dtype=torch.bool)
+        for step in range(self.length):
+            order = self.order[:, step]
+            live = live.gather(1, order)
+            observations = observations.gather(1, order[..., None].expand_as(observations))
+            observations, live = self._step(step, observations, live, networks)
+            if step == 0:
+                self.survivors.copy_(live.sum(1))
+
+    def _step(self, step: int, observations: Tensor, live: Tensor, networks: tuple) -> tuple[Tensor, Tensor]:
+        normal = self.normalize(observations)
+        actions = self.policy(normal, self.action_noise[:, step])
+        predicted, uncertainty = self._predict(observations, actions, self.model_noise[:, step], networks)
+        predicted = torch.cat([observations + predicted[..., :-1], predicted[..., -1:]], -1)
+        valid = live & ~predicted.isnan().any(-1)
+        inside = ((predicted >= self.limits[0]) & (predicted <= self.limits[1])).all(-1)
+        predicted = predicted.nan_to_num(nan=0.0).clamp(*self.limits)
+        following, rewards = predicted[..., :-1], predicted[..., -1]
+        total, below = self._penalty(observations, actions, following, live, uncertainty)
+        done = self.termination(observations, actions, following)
+        self.ring.add(pack(normal, actions, rewards - total, done, self.normalize(following)), valid)
+        kept = torch.stack([below.float(), total, rewards, done.float(), (~inside).float(), torch.ones_like(total)])
+        self.sums += torch.where(valid, kept, 0.0).sum(2)
+        return following, valid & inside & ~done
+
+    def _predict(self, observations: Tensor, actions: Tensor, noise: Tensor, networks: tuple) -> tuple[Tensor, Tensor]:
+        """Drawn (s' - s, r) of each row from its elite, and the ensemble's uncertainty (seeds, rows)."""
+        count, rows = observations.shape[:2]
+        inputs, elites = self.dynamics.inputs(observations, actions), self.dynamics.elites.shape[1]
+        if self.penalties.uncertainty == "none":
+            parts = inputs.view(count * elites, rows // elites, -1)
+            mean, deviation = (x.reshape(count, rows, -1) for x in self.dynamics.predict(parts, networks))
+            return torch.addcmul(mean, deviation, noise), torch.zeros_like(mean[..., 0])
+        members = self.dynamics.members
+        everyone = self.dynamics.predict(inputs.repeat_interleave(members, 0), networks)
+        means, deviations = (x.view(count, members, rows, -1) for x in everyone)
+        seed = torch.arange(count, device=inputs.device)[:, None]
+        part = torch.arange(elites, device=inputs.device)
+        chosen = [
+            x.view(count, members, elites, rows // elites, -1)[seed, self.dynamics.elites, part].view(count, rows, -1)
+            for x in (means, deviations)
+        ]
+        return torch.addcmul(chosen[0], chosen[1], noise), self.penalties.by_ensemble(means, deviations)
+
+    def _penalty(
+        self, observations: Tensor, actions: Tensor, following: Tensor, live: Tensor, uncertainty: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        penalties = self.penalties
+        total, below = penalties.uncertainty_coefficient * uncertainty, torch.zeros_like(live)
+        if penalties.coefficient:
+            found, below = penalties.by_density(observations, actions, following, live)
+            total = total + penalties.coefficient * found
+        return total, below
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Means over the rows of the last rollout, (seeds,) each; how many rows there were."""
+        rows = self.sums[-1]
+        means = self.sums / rows.clamp(min=1)
+        found = dict(zip(self.METRICS, means, strict=True)) | {"imagined_rows": rows.clone()}
+        if not self.penalties.coefficient:
+            del found["penalised"]
+        if not self.penalties.coefficient and self.penalties.uncertainty == "none":
+            del found["penalty"]
+        return found
+
+
+@torch.no_grad()
+def foretell(
+    dynamics: Dynamics,
+    policy: Callable[[Tensor], Tensor],  # (seeds, rows, observation) -> actions
+    termination: Termination,
+    observations: Tensor,  # (rows, observation)
+    horizon: int,
+) -> tuple[Tensor, Tensor]:
+    """What each elite expects of the policy from these states, without noise: where it is after `horizon` steps,
+    (seeds, elites, rows, observation), and the sum of rewards up to there or to the end, (seeds, elites, rows)."""
+    count, elites = dynamics.elites.shape
+    networks, width = dynamics.networks(elites_only=True), observations.shape[1]
+    states = observations.expand(count, elites, -1, -1).flatten(1, 2)  # (seeds, elites * rows, observation)
+    far = 50 * dynamics.input_std[:width]  # a prediction that runs away stays a number
+    low, high = dynamics.input_mean[:width] - far, dynamics.input_mean[:width] + far
+    total, live = torch.zeros_like(states[..., 0]), torch.ones_like(states[..., 0], dtype=torch.bool)
+    for _ in range(horizon):
+        actions = policy(states)
+        inputs = dynamics.inputs(states, actions).view(count * elites, -1, width + actions.shape[-1])
+        predicted = dynamics.predict(inputs, networks)[0].reshape(*states.shape[:2], -1)
+        following = (states + predicted[..., :-1]).nan_to_num().clamp(low, high)
+        total += torch.where(live, predicted[..., -1].nan_to_num(), 0.0)
+        live &= ~termination(states, actions, following)
+        states = torch.where(live[..., None], following, states)
+    return states.unflatten(1, (elites, -1)), total.unflatten(1, (elites, -1))
+
+
+def widen(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
+    """The data's range and WIDE times its width on both sides; a constant column's width is one."""
+    width = highest - lowest
+    width = WIDE * torch.where(width > 1e-6, width, 1.0)
+    return lowest - width, highest + width

@@ -1,0 +1,106 @@
+"""GORMPO and MOPO in the report: how good the imagined world is, how the density judges, where the policy went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from replaylab import charts
+from replaylab.page import Html, facts, grid, number, table
+from replaylab.results import Run, finite
+
+BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # a file may hold anything
+
+
+def sections(run: Run) -> list[tuple[str, Html]]:
+    findings = _dict(run.info.get("findings"))
+    dynamics, policy = _dict(findings.get("dynamics")), _dict(findings.get("policy"))
+    parts = [
+        ("Dynamics ensemble", _ensemble, dynamics),
+        ("Density", _density, _dict(dynamics.get("density"))),
+        ("Support of the policy", _support, _dict(policy.get("support"))),
+    ]
+    found = []
+    for title, show, findings in parts:
+        if not findings:
+            continue
+        try:
+            found.append((title, show(findings)))
+        except BROKEN:
+            found.append((title, charts.nothing("What the run found is not readable.")))
+    return found
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _ensemble(found: dict[str, Any]) -> Html:
+    errors, elites, coverage = found["error"], found["elites"], _dict(found.get("coverage"))
+    members = len(errors[0])
+    head = ["Seed", *(f"Member {m}" for m in range(members)), "Guessing the mean", "Epochs"]
+    rows = []
+    for i, seed in enumerate(found["seeds"]):
+        marks = ["*" if m in elites[i] else "" for m in range(members)]
+        cells = [number(error) + mark for error, mark in zip(errors[i], marks, strict=True)]
+        rows.append([seed, *cells, number(found["error_of_the_mean"][i]), found["epochs"][i]])
+    shares = [[seed, *(_percent(by_seed[i]) for by_seed in coverage.values())] for i, seed in enumerate(found["seeds"])]
+    return Html(
+        table(head, rows)
+        + Html(
+            f'<p class="note">Mean squared error on {number(found.get("holdout_rows"))} held-out rows, in the data\'s '
+            "units, of state change and reward; * marks the elites, which imagine.</p>"
+        )
+        + table(["Seed", *(f"{number(p)} % intervals hold" for p in coverage)], shares)
+        + Html('<p class="note">Held-out numbers inside the elites\' own intervals: calibration.</p>')
+    )
+
+
+def _percent(share: Any) -> str:
+    known = finite(share)
+    return "–" if known is None else f"{100 * known:.1f} %"
+
+
+def _density(found: dict[str, Any]) -> Html:
+    threshold = float(found["threshold"])
+    pairs = [("kind", found.get("kind")), ("looks at", found.get("inputs"))]
+    pairs += [("threshold", f"{number(threshold)} ({number(found.get('percentile'))} % of held-out rows lie below)")]
+    tests = [t for t in found.get("tests") or [] if isinstance(t, dict)]
+    head = ["Shifted by", "AUROC", "shifted rows found", "real rows left alone"]
+    rows = [[number(t.get("distance")), *(number(t.get(k)) for k in ("auroc", "tpr", "tnr"))] for t in tests]
+    pictures = [_histogram(t, threshold) for t in tests[:: max(1, len(tests) - 1)]]
+    note = Html(
+        '<p class="note">Held-out rows of the data, as they are and shifted. How much of what was imagined is below '
+        "the threshold: <i>penalised</i> under Training.</p>"
+    )
+    return Html(facts(pairs) + (table(head, rows) + grid(pictures) if tests else "") + note)
+
+
+def _histogram(test: dict[str, Any], threshold: float) -> Html:
+    edges = np.array(test["histogram"]["edges"], float)
+    shares = {str(name): np.array(share, float) for name, share in test["histogram"]["shares"].items()}
+    middle, top = (edges[1:] + edges[:-1]) / 2, max(share.max() for share in shares.values())
+    series = [charts.Series(name, middle, share, style=i) for i, (name, share) in enumerate(shares.items())]
+    series.append(charts.Series("threshold", np.full(2, threshold), np.array([0.0, top]), style=7))
+    title = f"Shifted by {number(test.get('distance'))}"
+    return charts.lines(title, series, x_label="log-density (nats)", y_label="share of rows")
+
+
+def _support(found: dict[str, Any]) -> Html:
+    logged, imagined = (np.array(found[key], float).reshape(-1, 2) for key in ("logged", "imagined"))
+    both = np.concatenate([logged, imagined])
+    far = np.quantile(np.abs(logged), 0.99) * 3
+    shown = np.abs(both).max(1) <= far  # a few wild rows must not shrink the rest to a dot
+    kind = np.repeat([0.0, 1.0], [len(logged), len(imagined)])
+    explained = [_percent(share) for share in found.get("explained") or [None, None]]
+    caption = (
+        f"{len(logged):,} logged and {len(imagined):,} imagined (next state, action) rows on the data's two main axes; "
+        f"{np.count_nonzero(~shown):,} lie outside the picture. A cell's colour is the share of imagined rows in it: "
+        "where only they are, the policy has left the data, or the ensemble has."
+    )
+    labels = (f"axis 1 ({explained[0]})", f"axis 2 ({explained[1]})", "share imagined")
+    picture = charts.density(
+        "Logged and imagined", both[shown, 0], both[shown, 1], kind[shown], labels, caption=caption
+    )
+    return grid([picture])

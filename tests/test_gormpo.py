@@ -1,0 +1,616 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import replaylab
+from replaylab import density
+from replaylab.algos import Spaces, gormpo, mopo
+from replaylab.cli import main
+from replaylab.data.episodes import from_rows
+from replaylab.errors import DataError, UsageError
+from replaylab.evaluate import load_agent
+from replaylab.models import termination
+from replaylab.models.dynamics import Dynamics
+from replaylab.models.imagine import Imagination, Logged, Penalties, Ring, capped, foretell, pack, unpack, widen
+from replaylab.models.penalty import linear
+from replaylab.run import RunFolder
+from replaylab.step import Stepper
+
+CPU = torch.device("cpu")
+TINY = {
+    "steps": 12,
+    "batch_size": 20,
+    "hidden": [8, 8],
+    "density_steps": 6,
+    "dynamics_hidden": [8, 8],
+    "dynamics_batch": 64,
+    "members": 3,
+    "elites": 2,
+    "max_epochs": 2,
+    "rollout_batch": 30,
+    "rollout_every": 4,
+    "rollout_length": 3,
+    "real_ratio": 0.1,
+}
+
+
+def make_log(rows=400, length=20, action=1, seed=0, env_id=None):
+    """A point that is pushed: s' = 0.9 s + push, r = -|s|; no episode ends by itself."""
+    rng = np.random.default_rng(seed)
+    observations, following = np.zeros((rows, 2), np.float32), np.zeros((rows, 2), np.float32)
+    actions = rng.uniform(-1, 1, (rows, action)).astype(np.float32)
+    for i in range(rows):
+        observations[i] = rng.normal(0, 1, 2) if i % length == 0 else following[i - 1]
+        following[i] = 0.9 * observations[i] + 0.3 * actions[i].mean() + rng.normal(0, 0.05, 2)
+    truncated = np.arange(rows) % length == length - 1
+    rewards = -np.abs(observations).sum(1)
+    log = from_rows(observations, actions, rewards, np.zeros(rows, bool), truncated, following)
+    return dataclasses.replace(log, meta=log.meta | {"env_id": env_id} if env_id else log.meta)
+
+
+def make_agent(log, seeds=(0,), module=gormpo, **settings):
+    agent = module.Agent(module.Config(**TINY | settings), Spaces.of(log), list(seeds), CPU)
+    return agent, agent.phases(log)
+
+
+def train(agent, phases, stop=None, at=(0, 0)):
+    """Phases as the trainer runs them, from `at` to (phase, step) `stop`."""
+    for index in range(at[0], len(phases)):
+        phase, done = phases[index], at[1] if index == at[0] else 0
+        stepper = Stepper(phase, CPU)
+        if phase.begin and done == 0:
+            phase.begin()
+        while done < phase.steps:
+            if stop == (index, done):
+                return
+            if phase.hook and done % phase.every == 0:
+                phase.hook(done)
+                if phase.stop and phase.stop():
+                    break
+            stepper.run(done, 1)
+            done += 1
+        if phase.finish:
+            json.dumps(phase.finish())
+
+
+# --- the ring
+
+
+def test_the_ring_keeps_the_newest_valid_rows_of_each_seed():
+    ring, kept = Ring(2, 7, 1, CPU), [[], []]
+    rng = np.random.default_rng(0)
+    for turn in range(6):
+        rows = torch.arange(10.0).view(2, 5, 1) + 100 * turn
+        valid = torch.as_tensor(rng.random((2, 5)) < (0.6 if turn else 0.2))
+        ring.add(rows, valid)
+        for seed in range(2):
+            kept[seed] += rows[seed, valid[seed], 0].tolist()
+            here = kept[seed][-7:]
+            assert ring.filled[seed] == len(here)
+            assert sorted(ring.table[seed, : len(here), 0].tolist()) == here
+            if here:  # never an empty place, never an invalid row
+                assert set(ring.sample(torch.rand(2, 500))[seed, :, 0].tolist()) == set(here)
+    assert ring.sample(torch.tensor([[0.0, 0.99999994]] * 2)).shape == (2, 2, 1)  # the last float below one
+
+
+def test_a_ring_comes_back_from_its_state():
+    ring, again = Ring(1, 6, 2, CPU), Ring(1, 6, 2, CPU)
+    ring.add(torch.randn(1, 4, 2), torch.tensor([[True, False, True, True]]))
+    state = {k: v.clone() for k, v in ring.state().items()}
+    assert state["rows"].shape == (1, 3, 2)
+    again.load(state)
+    for r in (ring, again):
+        r.add(torch.ones(1, 2, 2), torch.ones(1, 2, dtype=torch.bool))
+    assert torch.equal(ring.table[:, :6], again.table[:, :6]) and torch.equal(ring.next, again.next)
+
+
+# --- rollouts
+
+
+class Normal(torch.nn.Module):
+    """A density whose log_prob is known: minus the squared length."""
+
+    def log_prob(self, x):
+        return -x.square().sum(-1)
+
+
+def make_world(seeds=(0, 1), rows=12, length=4, penalties=None, done=termination.never, members=3, noise=True):
+    """An ensemble of two linear layers' worth of numbers, a policy that is a formula, a start table."""
+    torch.manual_seed(0)
+    dynamics = Dynamics(seeds, 2, 1, [5], members, 2)
+    dynamics.input_mean.copy_(torch.tensor([0.1, -0.2, 0.0]))
+    dynamics.input_std.copy_(torch.tensor([1.5, 0.5, 1.0]))
+    dynamics.target_mean.copy_(torch.tensor([0.0, 0.3, -0.1]))
+    dynamics.target_std.copy_(torch.tensor([0.5, 0.7, 2.0]))
+    dynamics.elites.copy_(torch.tensor([[0, 2], [1, 2]])[: len(seeds)])
+    dynamics.bounds[:, :, 1] += torch.rand(dynamics.bounds[:, :, 1].shape)
+    dynamics.requires_grad_(False)
+    starts = torch.randn(40, 2)
+    ring = Ring(len(seeds), rows * length * 2, 2 * 2 + 1 + 2, CPU)
+    limits = (torch.full((3,), -50.0), torch.full((3,), 50.0))
+    world = Imagination(
+        seeds,
+        dynamics,
+        lambda s, n: torch.tanh(s[..., :1] + n),
+        lambda s: 2 * s,  # "normalised"
+        done,
+        penalties or Penalties(),
+        ring,
+        starts,
+        limits,
+        rows,
+        length,
+        1,
+    )
+    world.prepare(7)
+    if not noise:
+        world.model_noise.zero_()
+    return world
+
+
+def answer(dynamics, seed, member, s, a):
+    """Mean and deviation of (s' - s, r) from one member, layer by layer."""
+    x = (torch.cat([s, a]) - dynamics.input_mean) / dynamics.input_std
+    index = seed * dynamics.members + member
+    for i, layer in enumerate(dynamics.net.layers):
+        x = x @ layer.weight[index] + layer.bias[index, 0]
+        x = x * torch.sigmoid(x) if i == 0 else x
+    low, high = dynamics.bounds[seed, member, :, 0]
+    between = high - torch.log1p(torch.exp(high - x[3:]))
+    logvar = low + torch.log1p(torch.exp(between - low))
+    return x[:3] * dynamics.target_std + dynamics.target_mean, (logvar / 2).exp() * dynamics.target_std
+
+
+def slow_rollout(world, seed, penalise, done):
+    """One row at a time in plain Python; the ring's rows in order."""
+    kept, rows = [], world.rows
+    states = [(world.starts[i], True) for i in world.first[seed]]
+    for t in range(world.length):
+        states = [states[i] for i in world.order[seed, t]]
+        following = []
+        for i, (s, live) in enumerate(states):
+            a = torch.tanh(2 * s[:1] + world.action_noise[seed, t, i])
+            member = int(world.dynamics.elites[seed, i * 2 // rows])
+            mean, deviation = answer(world.dynamics, seed, member, s, a)
+            drawn = mean + deviation * world.model_noise[seed, t, i]
+            s2, r = s + drawn[:2], drawn[2]
+            everyone = [answer(world.dynamics, seed, m, s, a) for m in range(world.dynamics.members)]
+            over = bool(done(s[None], a[None], s2[None])[0])
+            if live:
+                kept.append(torch.cat([2 * s, a, (r - penalise(s2, a, everyone))[None], torch.tensor([over]), 2 * s2]))
+            following.append((s2, live and not over))
+        states = following
+    return torch.stack(kept)
+
+
+def falls(s, a, following):
+    return following[..., 0] > 0.6
+
+
+@pytest.mark.parametrize("kind", ["none", "density", "aleatoric", "pairwise", "ensemble-std", "sum"])
+def test_a_rollout_is_the_slow_one(kind):
+    penalties = Penalties(
+        "tanh" if kind in ("density", "sum") else "none",
+        0.7,
+        "aleatoric" if kind == "sum" else "none" if kind in ("none", "density") else kind,
+        0.3,
+    )
+    penalties.density, penalties.threshold = Normal(), torch.tensor(-1.0)
+
+    def penalise(s2, a, everyone):
+        means, deviations = torch.stack([m for m, _ in everyone]), torch.stack([d for _, d in everyone])
+        away = (means - means.mean(0))[:, :2]
+        total = {
+            "aleatoric": max(d.norm() for d in deviations),
+            "pairwise": max(x.norm() for x in away),
+            "ensemble-std": away.square().mean(0).mean().sqrt(),
+        }
+        of_ensemble = 0.3 * total["aleatoric" if kind == "sum" else kind] if kind in ("sum", *total) else 0.0
+        gap = -1.0 + torch.cat([s2, a]).square().sum()
+        return of_ensemble + (0.7 * max(0.0, torch.tanh(gap / 10)) if kind in ("density", "sum") else 0.0)
+
+    world = make_world(penalties=penalties, done=falls)
+    world.roll()
+    for seed in range(2):
+        expected = slow_rollout(world, seed, penalise, falls)
+        count = int(world.ring.filled[seed])
+        assert count == len(expected) and world.rows < count < world.rows * world.length
+        torch.testing.assert_close(world.ring.table[seed, :count], expected, rtol=1e-4, atol=1e-5)
+    metrics = world.metrics()
+    assert metrics["imagined_rows"].tolist() == world.ring.filled[:, 0].tolist()
+    assert ("penalised" in metrics) == (kind in ("density", "sum")) and ("penalty" in metrics) == (kind != "none")
+    batch = unpack(world.ring.table[1, :count], 2)  # of the last seed
+    assert metrics["imagined_ends"][1].item() == pytest.approx(batch["terminated"].mean().item())
+    first = unpack(world.ring.table[1, : world.rows], 2)["terminated"].sum().item()
+    assert world.survivors[1].item() == world.rows - first
+
+
+def test_what_each_elite_expects_is_the_slow_sum():
+    dynamics, starts = make_world().dynamics, torch.randn(6, 2)
+    states, totals = foretell(dynamics, lambda s: torch.tanh(2 * s[..., :1]), falls, starts, 4)
+    assert states.shape == (2, 2, 6, 2) and totals.shape == (2, 2, 6)
+    ended = 0
+    for seed, elite, row in itertools.product(range(2), range(2), range(6)):
+        s, total = starts[row], 0.0
+        for _ in range(4):
+            a = torch.tanh(2 * s[:1])
+            mean, _ = answer(dynamics, seed, int(dynamics.elites[seed, elite]), s, a)
+            total += float(mean[2])
+            if falls(s, a, s + mean[:2]):
+                ended += 1
+                break
+            s = s + mean[:2]
+        torch.testing.assert_close(totals[seed, elite, row], torch.tensor(total), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(states[seed, elite, row], s, rtol=1e-4, atol=1e-4)
+    assert 0 < ended < 24
+
+
+def test_a_loaded_run_foretells_with_its_own_ends(tmp_path):
+    log, settings = make_log(env_id="Pendulum-v1"), TINY | {"steps": 2, "device": "cpu"}
+    run = replaylab.train("mopo", log, out=tmp_path / "r", **settings)
+    agent, _, _ = load_agent(RunFolder(run), CPU)
+    assert list(termination.KNOWN)[int(agent.ends)] == "pendulum"
+    mean, disagreement = agent.predicted_return(torch.randn(5, agent.observation), 3)
+    assert mean.shape == disagreement.shape == (1,) and disagreement > 0
+    assert agent.imagined_states(torch.randn(5, agent.observation), 3).shape == (1, 5, agent.observation)
+
+
+def test_every_elite_answers_an_equal_part_and_rows_change_hands():
+    world = make_world(rows=12)
+    assert sorted(world.order[0, 1].tolist()) == list(range(12))
+    assert not torch.equal(world.order[0, 1], world.order[0, 2])
+    first = world.first.clone()
+    world.prepare(8)
+    assert not torch.equal(first, world.first)
+    world.prepare(7)
+    assert torch.equal(first, world.first)  # a function of (seed, number)
+    alone = make_world(seeds=(0,))
+    assert torch.equal(alone.model_noise[0], world.model_noise[0]) and torch.equal(alone.order[0], world.order[0])
+
+
+def test_penalties_lower_the_reward_and_scale_with_the_coefficient():
+    found = []
+    for coefficient in (0.0, 1.0, 2.0):
+        penalties = Penalties("indicator", coefficient)
+        penalties.density, penalties.threshold = Normal(), torch.tensor(-1.0)
+        world = make_world(penalties=penalties)
+        world.roll()
+        found.append(unpack(world.ring.table[0, : int(world.ring.filled[0])], 2)["rewards"])
+    taken = found[0] - found[1]
+    assert set(taken.round(decimals=3).tolist()) == {0.0, 1.0}
+    torch.testing.assert_close(found[0] - found[2], 2 * taken, rtol=1e-4, atol=1e-4)
+
+
+def test_the_linear_penalty_of_live_rows():
+    gap = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)) + 1
+    gap[:, 3], gap[1, 40:] = 30.0, 1000.0  # one row above the cap; rows that have ended
+    live = torch.ones(2, 50, dtype=torch.bool)
+    live[1, 30:] = False
+    found = capped(gap, live)
+    assert (found[:, 3] < 30).all()
+    torch.testing.assert_close(found[0], linear(-gap[0], 0.0))
+    torch.testing.assert_close(found[1, :30], linear(-gap[1, :30], 0.0))
+
+
+def test_predictions_that_explode_are_cut_off_and_end_the_rollout():
+    world = make_world(seeds=(0,), length=3)
+    world.dynamics.target_mean[0] = 30.0  # the first column runs away
+    world.roll()
+    count = int(world.ring.filled[0])
+    rows = unpack(world.ring.table[0, :count], 2)
+    assert count == 2 * world.rows and rows["next_observations"].max() == 2 * 50.0 and rows["terminated"].sum() == 0
+    assert world.metrics()["imagined_wild"][0] == pytest.approx(0.5, abs=0.1)
+    world = make_world(seeds=(0,))
+    world.dynamics.target_mean[1] = torch.nan
+    world.roll()
+    assert world.ring.filled[0] == 0 and world.ring.table[0, :-1].abs().sum() == 0
+    low, high = widen(torch.tensor([0.0, 3.0]), torch.tensor([2.0, 3.0]))
+    assert low.tolist() == pytest.approx([-10, -2]) and high.tolist() == pytest.approx([12, 8])
+
+
+def test_packing_round_trip():
+    parts = [torch.randn(3, 2), torch.randn(3, 1), torch.randn(3), torch.tensor([1.0, 0, 1]), torch.randn(3, 2)]
+    batch = unpack(pack(*parts), 2)
+    for part, name in zip(
+        parts, ("observations", "actions", "rewards", "terminated", "next_observations"), strict=True
+    ):
+        assert torch.equal(batch[name], part)
+
+
+def test_next_observations_at_episode_ends_are_exact():
+    log = make_log()
+    data = Logged(log, CPU)
+    np.testing.assert_array_equal(data.following, log.next_observations(np.arange(len(log))))
+    unknown = from_rows(log.observations, log.actions, log.rewards, np.zeros(400, bool), log.truncated)
+    assert len(Logged(unknown, CPU).rewards) < 400  # rows whose successor nobody knows are left out
+
+
+# --- the agent
+
+
+def test_phases_in_their_order():
+    log = make_log()
+    assert [p.name for p in make_agent(log)[1]] == ["density", "dynamics", "policy"]
+    assert [p.name for p in make_agent(log, density="kde")[1]] == ["dynamics", "policy"]
+    assert [p.name for p in make_agent(log, module=mopo)[1]] == ["dynamics", "policy"]
+    agent, phases = make_agent(log, **gormpo.PRESETS["mbpo"])
+    assert [p.name for p in phases] == ["dynamics", "policy"] and agent.density is None
+    assert [p.evaluates for p in make_agent(log)[1]] == [False, False, True]
+    assert "no penalty: MBPO" in agent.notes[1]
+
+
+@pytest.mark.parametrize("kind", ["realnvp", "vae", "kde", "diffusion", "neuralode"])
+def test_every_density_penalises(kind):
+    agent, phases = make_agent(make_log(), density=kind, penalty_coef=2.0, density_steps=3, percentile=20.0)
+    train(agent, phases, stop=(len(phases) - 1, 1))
+    assert agent.penalties.threshold.item() == pytest.approx(agent.density.model.threshold(20.0))
+    metrics = agent.imagination.metrics()
+    assert 0 < metrics["penalised"][0] <= 1 and 0 < metrics["penalty"][0] <= 2
+    assert agent.density.model.dim == 3
+
+
+@pytest.mark.parametrize(
+    "penalty", ["tanh", "signed-tanh", "linear", "inverse", "exponential", "softplus", "indicator"]
+)
+def test_every_penalty_runs(penalty):
+    agent, phases = make_agent(make_log(), density="kde", penalty=penalty, percentile=20.0, uncertainty="pairwise")
+    train(agent, phases)
+    assert agent.ring.table.isfinite().all() and agent.imagination.metrics()["penalty"].isfinite().all()
+
+
+def test_a_batch_is_logged_and_imagined_rows_in_their_shares():
+    agent, phases = make_agent(make_log(), batch_size=256, real_ratio=0.05)
+    assert agent.real == 12 and phases[-1].sampler.draw(0, 2).shape == (2, 1, 12)
+    assert agent.uniform.shape[-1] == 244
+    agent, phases = make_agent(make_log(), density="kde")
+    train(agent, phases, stop=(1, 1))
+    agent.sac.update = lambda batch, noise: {"seen": batch, "noise": noise}
+    index = torch.tensor([[5, 9]])
+    seen = agent.update(phases[1].sampler.gather(index))
+    logged = agent.normalizer(agent.data.observations[[5, 9]])
+    torch.testing.assert_close(seen["seen"]["observations"][0, :2], logged)
+    imagined = agent.ring.table[0, : int(agent.ring.filled), :2]
+    assert all((row == imagined).all(1).any() for row in seen["seen"]["observations"][0, 2:])
+    assert torch.equal(seen["noise"], agent.noise[:, 1]) and agent.cursor.item() == 2  # the second update's own
+    agent, phases = make_agent(make_log(), density="kde", real_ratio=1.0)
+    train(agent, phases)
+    assert agent.ring.filled[0] == 0  # nothing was imagined, and it trained
+
+
+def test_a_sweep_of_the_coefficient_changes_the_policy():
+    log, weights = make_log(), []
+    for coefficient in (0.0, 0.5, 5.0):
+        agent, phases = make_agent(log, density="kde", penalty_coef=coefficient, percentile=30.0)
+        train(agent, phases)
+        weights.append(torch.cat([p.detach().flatten() for p in agent.sac.actor.parameters()]))
+    assert not torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
+
+
+def test_a_seed_does_not_depend_on_its_neighbours():
+    """Noise, starts and indices are a function of the seed; what is left is rounding."""
+    log, found = make_log(), {}
+    for seeds in ((3, 4), (4,)):
+        agent, phases = make_agent(log, seeds, uncertainty="aleatoric", steps=20, actor_lr=3e-3, density="vae")
+        train(agent, phases)
+        found[len(seeds)] = agent.sac.actor.layers[0].weight[-1].detach(), agent.ring.table[-1, :50]
+    torch.testing.assert_close(found[1], found[2], rtol=0.01, atol=1e-3)
+
+
+@functools.cache
+def uninterrupted(kind):
+    torch.manual_seed(0)
+    agent, phases = make_agent(make_log(), (0, 1), density=kind, uncertainty="aleatoric", density_steps=6)
+    train(agent, phases)
+    return agent
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop"), [("realnvp", (0, 3)), ("realnvp", (1, 3)), ("realnvp", (2, 6)), ("kde", (0, 5)), ("kde", (1, 4))]
+)
+def test_resume_is_exact(kind, stop):
+    """Cut inside the density, inside and between epochs of the ensemble, between and inside rollouts."""
+    log, settings = make_log(), {"density": kind, "uncertainty": "aleatoric", "density_steps": 6}
+    torch.manual_seed(0)
+    first, phases = make_agent(log, (0, 1), **settings)
+    train(first, phases, stop=stop)
+    state = {k: v.clone() for k, v in first.training_state().items()}
+    weights = {k: v.clone() for k, v in first.state_dict().items()}
+    optimizers = {k: o.state_dict() for k, o in first.optimizers.items()}
+    rng = torch.get_rng_state()
+    rest, phases = make_agent(log, (0, 1), **settings)
+    rest.load_state_dict(weights)
+    for name, optimizer in rest.optimizers.items():
+        optimizer.load_state_dict(optimizers[name])
+    rest.load_training_state(state)
+    if stop[0] == 0 and kind == "realnvp":
+        assert (
+            rest.density.best == first.density.best > -torch.inf
+            and rest.density.kept.keys() == first.density.kept.keys()
+        )
+    torch.set_rng_state(rng)
+    train(rest, phases, at=stop)
+    whole = uninterrupted(kind)
+    for (name, a), b in zip(whole.state_dict().items(), rest.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert torch.equal(whole.ring.table[:, :-1], rest.ring.table[:, :-1])
+
+
+def test_a_density_depends_on_the_data_alone():
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        agent, phases = make_agent(make_log(), (seed,))
+        train(agent, phases, stop=(1, 0))
+        found.append(agent.density.model.state_dict())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_the_rate_of_the_actor_falls_along_a_cosine():
+    agent, phases = make_agent(make_log(), density="kde", actor_lr=1e-3, critic_lr=1e-3, alpha_lr=1e-3)
+    rates = [float(g["lr"]) for g in agent.optimizers["policy"].param_groups]
+    assert rates == pytest.approx([1e-3] * 3)
+    train(agent, phases)
+    rates = [float(g["lr"]) for g in agent.optimizers["policy"].param_groups]
+    assert rates == pytest.approx([1e-3 * (1 + np.cos(np.pi * 11 / 12)) / 2, 1e-3, 1e-3], rel=1e-4)
+
+
+def test_limits_on_temperature_and_goals():
+    def metrics(**settings):
+        agent, _ = make_agent(make_log(), density="kde", **settings)
+        torch.nn.init.constant_(agent.sac.log_alpha, 2.0)
+        rows = pack(
+            torch.randn(1, 20, 2),
+            torch.rand(1, 20, 1),
+            torch.full((1, 20), -9.0),
+            torch.ones(1, 20),
+            torch.randn(1, 20, 2),
+        )
+        return agent.sac.update(unpack(rows, 2))
+
+    assert metrics()["alpha"].item() == 1.0 and metrics(alpha_max=None)["alpha"].item() == pytest.approx(np.exp(2))
+    assert metrics(goal_min=0.0)["critic_loss"] < 5 < metrics()["critic_loss"]
+
+
+def test_tables_by_environment_and_level():
+    def found(env_id, level=None, source=None):
+        log = make_log(env_id=env_id)
+        meta = {"level": level, "source": source}
+        return gormpo.tuned(dataclasses.replace(log, meta=log.meta | meta))[0]
+
+    assert found("d4rl/hopper", "medium")[1:] == (5.0, 5) and found("d4rl/halfcheetah", "medium")[1:] == (0.5, 5)
+    assert found("d4rl/walker2d", None, "x/walker2d_medium_replay-v2.hdf5")[1:] == (2.5, 1)
+    assert found("d4rl/hopper", "mixed") == found("d4rl/hopper", "medium")
+    log = make_log()
+    assert gormpo.tuned(log)[0] == (float(f"{np.std(log.rewards):.2g}"), 1.0, 5)
+    agent, _ = make_agent(make_log(env_id="d4rl/pendulum"), penalty_coef=3.0)
+    assert agent.notes[1] == "imagines 3 steps, tanh penalty x 3" and "pendulum (for d4rl/pendulum)" in agent.notes[0]
+
+
+def test_constant_columns_stay_harmless():
+    log = make_log()
+    observations = np.concatenate([log.observations, np.full((400, 1), 7.0, np.float32)], 1)
+    finals = np.concatenate([log.final_observations, np.full((20, 1), 7.0, np.float32)], 1)
+    log = dataclasses.replace(log, observations=observations, final_observations=finals)
+    agent, phases = make_agent(log, density="kde")
+    train(agent, phases)
+    batch = unpack(agent.ring.table[:, :-1][:, : int(agent.ring.filled)], 3)
+    assert batch["next_observations"][..., 2].abs().max() < 1e-3  # imagined as it was logged, and seen as zero
+    assert agent.ring.table.abs().max() < 100 and agent.imagination.survivors[0] > 20
+
+
+# --- what goes wrong
+
+
+def test_nothing_or_everything_penalised_is_told_once():
+    log = make_log()
+    for percentile, penalty, said in ((0.1, "tanh", "0 %"), (99.9, "tanh", "100 %")):
+        agent, phases = make_agent(log, density="kde", penalty=penalty, percentile=percentile)
+        train(agent, phases, stop=(1, 0))
+        agent._use_density()
+        agent.penalties.threshold.fill_(-1e8 if said == "0 %" else 1e8)
+        train(agent, phases, at=(1, 0))
+        told = [note for note in agent.notes if "are penalised" in note]
+        assert len(told) == 1 and said in told[0] and "--percentile" in told[0]
+
+
+def test_rollouts_that_end_at_once_are_told_and_training_goes_on(tmp_path):
+    file = tmp_path / "ends.py"
+    file.write_text("import torch\ndef all(s, a, n):\n    return torch.ones(len(n), dtype=torch.bool)\n")
+    agent, phases = make_agent(make_log(), density="kde", termination=f"{file}:all")
+    train(agent, phases)
+    assert any("ended in its first step" in note for note in agent.notes)
+    assert any("does not fit the log" in note for note in agent.notes)
+    assert agent.ring.filled[0] > 0 and agent.done == 12
+
+
+def test_an_ensemble_that_predicts_nothing_is_one_line():
+    agent, phases = make_agent(make_log(), density="kde")
+    train(agent, phases, stop=(1, 0))
+    agent.dynamics.target_mean.fill_(torch.nan)
+    with pytest.raises(DataError, match="nothing was imagined"):
+        train(agent, phases, at=(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"density": "none"}, "penalty tanh needs a density"),
+        ({"penalty": "none", "density_model": "somewhere"}, "without a penalty"),
+        ({"density_model": "nowhere"}, "not a density folder"),
+        ({"termination": "hoper"}, "did you mean 'hopper'"),
+        ({"elites": 4}, "elites must be"),
+        ({"real_ratio": 1.5}, "real_ratio"),
+        ({"rollout_length": 0}, "rollout_length"),
+        ({"retain": 0}, "retain"),
+        ({"percentile": 0.0}, "percentile"),
+    ],
+)
+def test_bad_settings(settings, complaint):
+    with pytest.raises(UsageError, match=complaint):
+        make_agent(make_log(), **settings)
+
+
+def test_a_density_of_other_columns_is_one_line(tmp_path):
+    density.fit(make_log(), "kde", tmp_path / "d", device="cpu", centres=50)
+    agent, phases = make_agent(make_log(), density_model=str(tmp_path / "d"))
+    assert [p.name for p in phases] == ["dynamics", "policy"]
+    train(agent, phases)
+    assert agent.imagination.metrics()["penalty"][0] > 0
+    with pytest.raises(DataError, match="2 observation and 1 action columns, the data has 2 and 2"):
+        make_agent(make_log(action=2), density_model=str(tmp_path / "d"))
+
+
+def test_frames_and_discrete_actions_are_refused():
+    for spaces in (Spaces([84, 84], "uint8", 3, True), Spaces([2], "float32", 3, True)):
+        with pytest.raises(UsageError, match="vector observations and continuous actions"):
+            gormpo.Agent(gormpo.Config(), spaces, [0], CPU)
+
+
+# --- from the command line
+
+
+def test_a_run_from_command_to_report(tmp_path, capsys):
+    log = make_log()
+    replaylab.save(log, tmp_path / "log.npz")
+    (tmp_path / "c.yaml").write_text("penalty: tanh\npenalty_coef: 0.25\n")
+    words = f"train gormpo --data {tmp_path}/log.npz --preset debug --config {tmp_path}/c.yaml --seeds 1 2"
+    words += f" --density-steps 5 --steps 6 --rollout-every 3 --penalty-coef 0.75 --out {tmp_path}/run --device cpu"
+    assert main(words.split()) == 0
+    said = capsys.readouterr().err
+    assert "tanh penalty x 0.75" in said and "termination: none" in said
+    run = RunFolder(tmp_path / "run")
+    assert run.config()["penalty_coef"] == 0.75
+    findings = run.info()["findings"]
+    assert len(findings["dynamics"]["error"]) == 2 and findings["dynamics"]["density"]["tests"]
+    assert {"logged", "imagined"} <= set(findings["policy"]["support"])
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert {"penalised", "penalty"} <= set(lines[-1]) and lines[-1]["phase"] == "policy"
+    page = (tmp_path / "run/report.html").read_text()
+    assert "Dynamics ensemble" in page and "Held-out rows" in page
+    policy = replaylab.load_policy(tmp_path / "run", seed=2)
+    assert policy.act(np.zeros(2)).shape == (1,)
+
+
+def test_sections_survive_anything(tmp_path):
+    from replaylab.results import Run
+    from replaylab.sections import gormpo as sections
+    from replaylab.sections import mopo as others
+
+    for findings in (
+        None,
+        {},
+        [],
+        {"dynamics": 3},
+        {"dynamics": {"error": "x", "density": {"tests": [{}, 1]}}, "policy": {"support": 1}},
+        {"dynamics": {"seeds": [0], "error": [[None]], "elites": [[9]], "epochs": [], "coverage": {"50": ["<b>"]}}},
+    ):
+        run = Run(tmp_path, "x", {}, {"findings": findings}, [], [])
+        for title, body in sections.sections(run) + others.sections(run):
+            assert isinstance(title, str) and "<b>" not in body
