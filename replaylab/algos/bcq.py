@@ -1,0 +1,231 @@
+"""Batch-constrained Q-learning for continuous actions (Fujimoto et al., 2019): choose the best among likely actions.
+
+    VAE      |a - decode(s, z)|^2 + w KL(q(z | s, a) || N(0, 1)),   z ~ q(z | s, a)
+    critic   (Q_i(s, a) - y)^2, y = r + gamma (1 - terminated) max_j [lambda min_i + (1 - lambda) max_i] Qbar_i(s', a_j)
+    actor    -Q_1(s, a + xi(s, a)),   |xi| <= phi,   a = decode(s, z),   z ~ N(0, 1) clipped to [-0.5, 0.5]
+
+The VAE learns which actions the log takes in a state; the a_j are its samples, each moved by at most phi (of half the
+action box) by the actor xi. An action that nobody took is never a candidate, however high its value is guessed.
+A VAE blurs: with the published w = 1/2 it fills the gap between two habits that lie close in the action box.
+
+The original steps VAE, critics and actor one after another. Here all gradients are taken at the same parameters: the
+target and the proposals carry no gradient, and the actor sees the critics as constants, so one backward pass and one
+optimiser step serve all three; each network meets the others as they were one update ago. The target networks
+come last, since they follow the new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from replaylab.algos import Normalizer, Phase, Spaces
+from replaylab.config import knob
+from replaylab.data.episodes import Episodes
+from replaylab.data.sample import Store, Transitions
+from replaylab.errors import UsageError
+from replaylab.models import draws
+from replaylab.models.adam import adam, clip_gradients
+from replaylab.models.mlp import MLP, generators
+
+LOG_STD = (-4.0, 15.0)  # of the VAE's posterior
+COLLAPSED = 1e-3  # KL below which a latent carries nothing
+LATENT_CLIP = 0.5  # latents closer to 0 than a normal's decode to likelier actions
+
+
+@dataclass
+class Config:
+    """Batch-constrained Q-learning."""
+
+    steps: int = knob(300_000, "updates")
+    batch_size: int = knob(100, "rows a batch")
+    lr: float = knob(1e-3, "Adam's learning rate, of all networks")
+    hidden: list[int] = knob([400, 300], "widths of the hidden layers of actor and critics")
+    vae_hidden: list[int] = knob([750, 750], "widths of the hidden layers of the VAE's encoder and decoder")
+    latent: int = knob(0, "dimensions of the VAE's latent; 0: twice those of the action")
+    kl_weight: float = knob(0.5, "of the KL in the VAE's loss; smaller: habits that lie close are told apart")
+    gamma: float = knob(0.99, "discount")
+    tau: float = knob(0.005, "how far the target networks move at each update")
+    phi: float = knob(0.05, "how far the actor may move a sampled action, as a part of half the action box")
+    lmbda: float = knob(0.75, "weight of the smaller of two target values; the larger one has the rest")
+    samples: int = knob(10, "actions tried in the next state for the target")
+    act_samples: int = knob(100, "actions tried when acting")
+    clip: float = knob(10.0, "largest norm of the actor's and of the critics' gradient; 0: any")
+    normalize: bool = knob(True, "standardise observations with the data's mean and deviation")
+
+
+ACTING = ("act_samples",)
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "debug": {
+        "steps": 300,
+        "batch_size": 32,
+        "hidden": [32, 32],
+        "vae_hidden": [32, 32],
+        "act_samples": 10,
+        "eval_episodes": 2,
+        "final_episodes": 4,
+    },
+}
+
+
+# --- the maths
+
+
+def kl_to_normal(mean: Tensor, log_std: Tensor) -> Tensor:
+    """KL(N(mean, std^2) || N(0, 1)), the mean over rows and dimensions: (seeds, batch, dims) -> (seeds,)."""
+    return 0.5 * (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std).mean((1, 2))
+
+
+def soft_min(values: Tensor, lmbda: float) -> Tensor:
+    """lambda min + (1 - lambda) max over the two critics: (seeds, 2, batch) -> (seeds, batch)."""
+    return lmbda * values.amin(1) + (1 - lmbda) * values.amax(1)
+
+
+class Agent(nn.Module):
+    done: Tensor
+    kl: Tensor
+    keys: Tensor
+    center: Tensor
+    scale: Tensor
+
+    def __init__(self, config: Config, spaces: Spaces, seeds: Sequence[int], device: torch.device):
+        super().__init__()
+        if spaces.discrete:
+            raise UsageError("bcq takes continuous actions; the data's are discrete")
+        if len(spaces.observation_shape) != 1:
+            raise UsageError(f"bcq takes vectors, not observations of shape {tuple(spaces.observation_shape)}")
+        if min(config.samples, config.act_samples) < 1:
+            raise UsageError("bcq: samples and act-samples must be at least 1")
+        self.config, self.seeds, self.device = config, list(seeds), device
+        self.notes: list[str] = []
+        sees, acts = spaces.observation_shape[0], spaces.action_dim
+        self.latent = config.latent or 2 * acts
+        self.normalizer = Normalizer(spaces.observation_shape)
+        self.encoder = MLP(generators(seeds), sees + acts, config.vae_hidden, 2 * self.latent)
+        self.decoder = MLP(generators(seeds), sees + self.latent, config.vae_hidden, acts)
+        self.actor, self.target_actor = (MLP(generators(seeds), sees + acts, config.hidden, acts) for _ in range(2))
+        self.critics, self.target_critics = (
+            MLP(generators(seeds, copies=2), sees + acts, config.hidden, 1) for _ in range(2)
+        )
+        low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
+        self.register_buffer("center", (high + low) / 2)
+        self.register_buffer("scale", ((high - low) / 2).clamp(min=1e-8))  # a box may have no width
+        self.register_buffer("done", torch.zeros((), dtype=torch.int64))  # updates so far
+        self.register_buffer("kl", torch.ones(len(seeds)))  # of the last batch
+        self.register_buffer("keys", draws.keys(seeds), persistent=False)
+        self.targets_of = [(self.target_actor, self.actor), (self.target_critics, self.critics)]
+        for target, _ in self.targets_of:
+            target.requires_grad_(False)
+        self.to(device)
+        learned = [self.encoder, self.decoder, self.actor, self.critics]
+        self.optimizers = {"all": adam([p for network in learned for p in network.parameters()], config.lr)}
+
+    def phases(self, episodes: Episodes) -> list[Phase]:
+        if self.config.normalize:
+            self.normalizer.fit(episodes)
+        rows = Transitions(Store(episodes, self.device), self.seeds, self.config.batch_size)
+        return [Phase("bcq", self.config.steps, rows, self.update, finish=self.finish)]
+
+    # --- networks: standardised observations, actions in [-1, 1]
+
+    def encode(self, observations: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = self.encoder(torch.cat([observations, actions], -1)).chunk(2, -1)
+        return mean, log_std.clamp(*LOG_STD)
+
+    def decode(self, observations: Tensor, latent: Tensor) -> Tensor:
+        return torch.tanh(self.decoder(torch.cat([observations, latent], -1)))
+
+    def perturb(self, actor: MLP, observations: Tensor, actions: Tensor) -> Tensor:
+        """Moved by at most phi, and never out of the box."""
+        moved = actions + self.config.phi * torch.tanh(actor(torch.cat([observations, actions], -1)))
+        return moved.clamp(-1, 1)
+
+    def values(self, critics: MLP, observations: Tensor, actions: Tensor) -> Tensor:  # (seeds, 2, batch)
+        inputs = torch.cat([observations, actions], -1).repeat_interleave(2, 0)
+        return critics(inputs).view(len(self.seeds), 2, -1)
+
+    def first_value(self, observations: Tensor, actions: Tensor) -> Tensor:  # (seeds, batch)
+        """Q_1, with gradients to the actions alone."""
+        parameters = {name: p.detach()[::2] for name, p in self.critics.named_parameters()}
+        inputs = torch.cat([observations, actions], -1)
+        return torch.func.functional_call(self.critics, parameters, (inputs,))[..., 0]
+
+    # --- learning
+
+    @torch.no_grad()
+    def goal(self, batch: dict[str, Tensor], latent: Tensor) -> Tensor:  # latent (seeds, batch * samples, dims)
+        """What the critics should say of the batch: the best of several likely actions in the next state."""
+        following = self.normalizer(batch["next_observations"]).repeat_interleave(self.config.samples, 1)
+        candidates = self.perturb(self.target_actor, following, self.decode(following, latent))
+        values = soft_min(self.values(self.target_critics, following, candidates), self.config.lmbda)
+        best = values.unflatten(1, (-1, self.config.samples)).amax(-1)
+        return batch["rewards"] + self.config.gamma * (1 - batch["terminated"]) * best
+
+    def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        observations = self.normalizer(batch["observations"])
+        actions, size = (batch["actions"] - self.center) / self.scale, observations.shape[1]
+        self.done += 1
+        noise = draws.normals(self.keys, self.done, size * (2 + self.config.samples) * self.latent)
+        posterior, other = noise.unflatten(1, (-1, self.latent)).split([size, size * (1 + self.config.samples)], 1)
+        proposal, tried = other.clamp(-LATENT_CLIP, LATENT_CLIP).split([size, size * self.config.samples], 1)
+
+        mean, log_std = self.encode(observations, actions)
+        rebuilt = self.decode(observations, mean + log_std.exp() * posterior)
+        reconstruction, kl = (rebuilt - actions).square().mean((1, 2)), kl_to_normal(mean, log_std)
+        self.kl.copy_(kl.detach())
+
+        values = self.values(self.critics, observations, actions)
+        critic_loss = (values - self.goal(batch, tried)[:, None]).square().mean(2).sum(1)
+
+        with torch.no_grad():
+            likely = self.decode(observations, proposal)
+        moved = self.perturb(self.actor, observations, likely)
+        actor_loss = -self.first_value(observations, moved).mean(1)
+
+        self.optimizers["all"].zero_grad(set_to_none=True)
+        (reconstruction + self.config.kl_weight * kl + critic_loss + actor_loss).sum().backward()
+        for network in (self.actor, self.critics):
+            clip_gradients(network.parameters(), len(self.seeds), self.config.clip)
+        self.optimizers["all"].step()
+        with torch.no_grad():
+            for target, network in self.targets_of:
+                torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), self.config.tau)
+        return {
+            "reconstruction": reconstruction.detach(),
+            "kl": kl.detach(),
+            "critic_loss": critic_loss.detach(),
+            "value": values.detach().mean((1, 2)),
+            "moved": (moved.detach() - likely).abs().mean((1, 2)),
+        }
+
+    def finish(self) -> None:
+        if self.kl.max() < COLLAPSED:
+            self.notes.append(
+                "bcq: the VAE's latent says nothing (KL near 0), so all candidates of a state are alike and the policy "
+                "is a clone moved by phi: actions vary little within their box; try --kl-weight 0.01 or smaller"
+            )
+
+    # --- acting
+
+    def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """The candidate that critic 1 likes best. The latents are drawn once for a seed, not at each call as in the
+        original: the policy is a function of the observation, and more samples only add candidates."""
+        seeds, count, tries = len(self.seeds), observations.shape[1], self.config.act_samples
+        latent = draws.normals(self.keys, torch.zeros_like(self.done), tries * self.latent).clamp(
+            -LATENT_CLIP, LATENT_CLIP
+        )
+        latent = latent.view(seeds, 1, tries, -1).expand(-1, count, -1, -1).flatten(1, 2)
+        repeated = self.normalizer(observations).repeat_interleave(tries, 1)
+        candidates = self.perturb(self.actor, repeated, self.decode(repeated, latent))
+        best = self.first_value(repeated, candidates).view(seeds, count, tries).argmax(-1)
+        chosen = candidates.view(seeds, count, tries, -1).gather(2, best[..., None, None].expand(-1, -1, 1, self.acts))
+        return self.center + self.scale * chosen[:, :, 0], state
+
+    @property
+    def acts(self) -> int:
+        return len(self.center)

@@ -1,0 +1,379 @@
+"""Assessing a policy from logs alone: a chain whose values are known, support that is known, files that are broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_episodes
+
+import replaylab
+from replaylab import offpolicy
+from replaylab.algos import Spaces
+from replaylab.data.episodes import from_rows
+from replaylab.errors import DataError, UsageError
+from replaylab.offpolicy import Budget, assess, assess_agent
+from replaylab.offpolicy.fitted import Folds, Log, discounted_to_go, some_episodes
+from replaylab.offpolicy.support import Neighbours, support
+from replaylab.results import read_runs
+from replaylab.sections.common import without_simulator
+
+CPU = torch.device("cpu")
+GAMMA, CELLS = 0.9, 5  # cells 0 to 4; reaching cell 4 pays 1 and ends the episode
+SMALL = Budget(100_000, 500, (32, 32), 500, batch=64, lr=3e-3)
+TINY = Budget(10_000, 20, (8, 8), 50, batch=16)
+
+
+def chain(episodes=150, discrete=False, seed=0, right=0.6):
+    """A walk on a line: right with probability 0.6, else left (and not beyond cell 0). Cut after 40 steps."""
+    rng = np.random.default_rng(seed)
+    rows: list[tuple] = []
+    for _ in range(episodes):
+        cell = int(rng.integers(CELLS - 1))
+        for step in range(40):
+            go = rng.random() < right
+            after = cell + 1 if go else max(cell - 1, 0)
+            ended = after == CELLS - 1
+            action = int(go) if discrete else [(1 if go else -1) * rng.uniform(0.5, 1)]
+            rows.append((np.eye(CELLS)[cell], action, float(ended), ended, step == 39, np.eye(CELLS)[after]))
+            if ended:
+                break
+            cell = after
+    columns = [np.array(c) for c in zip(*rows, strict=True)]
+    kinds = [np.float32, np.int64 if discrete else np.float32, np.float32, bool, bool, np.float32]
+    return from_rows(*(c.astype(k) for c, k in zip(columns, kinds, strict=True)))
+
+
+def true_values(right):
+    """V = r + gamma P V, solved."""
+    moves = np.zeros((CELLS, CELLS))
+    for cell in range(CELLS - 1):
+        moves[cell, cell + 1] += right
+        moves[cell, max(cell - 1, 0)] += 1 - right
+    pays = moves[:, -1].copy()
+    moves[:, -1] = 0
+    return np.linalg.solve(np.eye(CELLS) - GAMMA * moves, pays)
+
+
+class Constant(torch.nn.Module):
+    """One action a seed, whatever it sees."""
+
+    def __init__(self, *actions, gamma=GAMMA):
+        super().__init__()
+        self.actions, self.config = actions, SimpleNamespace(gamma=gamma)
+
+    def act(self, observations, state=None):
+        first = torch.as_tensor(self.actions).view(len(self.actions), 1, -1)
+        actions = first.expand(-1, observations.shape[1], -1)
+        return (actions[..., 0] if actions.dtype == torch.int64 else actions), state
+
+
+class Habit(Constant):
+    """What `habits` does, without its noise."""
+
+    def act(self, observations, state=None):
+        return 0.5 * torch.tanh(observations), state
+
+
+# --- fitted-Q evaluation
+
+
+def test_known_answers_of_the_solver():
+    alone = true_values(1.0)
+    np.testing.assert_allclose(alone[:4], [GAMMA**3, GAMMA**2, GAMMA, 1])
+    assert (true_values(0.0) == 0).all()
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_fitted_q_finds_the_true_values(discrete):
+    """On-policy (the data's own actions) and off-policy (always right, always left): values in [0, 1], within 0.04."""
+    log = chain(discrete=discrete)
+    agent = Constant(1, 0) if discrete else Constant(0.75, -0.75)
+    found = assess_agent(agent, Spaces.of(log), [0, 1], log, budget=SMALL)
+    first = log.observations[log.offsets[:-1]].argmax(1)
+    fqe = found["fqe"]
+    assert abs(fqe["behaviour"]["mean"] - true_values(0.6)[first].mean()) < 0.04
+    right, left = fqe["policies"]
+    assert abs(right["mean"] - true_values(1.0)[first].mean()) < 0.04
+    assert abs(left["mean"]) < 0.04
+    assert (right["verdict"], left["verdict"]) == ("better", "worse")
+    assert fqe["calibration"]["good"] and right["settled"] and fqe["behaviour"]["settled"]
+    assert abs(fqe["data"]["logged"] - true_values(0.6)[first].mean()) < 0.05
+    assert right["low"] < right["mean"] < right["high"] and len(right["members"]) == 4
+    json.dumps(found, allow_nan=False)
+
+
+def test_what_a_cut_episode_would_have_earned_counts():
+    """One reward a step for ever, logged in pieces of ten: the value is 1 / (1 - gamma) = 10, the logged part 6.5."""
+    rows = 300
+    rng = np.random.default_rng(0)
+    ends = np.arange(rows) % 10 == 9
+    observations = rng.standard_normal((rows + 1, 2)).astype(np.float32)
+    actions = rng.uniform(-1, 1, (rows, 1)).astype(np.float32)
+    log = from_rows(observations[:-1], actions, np.ones(rows, np.float32), ends & False, ends, observations[1:])
+    found = assess_agent(Constant(0.3), Spaces.of(log), [0], log, budget=SMALL)
+    data = found["fqe"]["data"]
+    assert abs(data["logged"] - (1 - GAMMA**10) / (1 - GAMMA)) < 1e-3
+    assert abs(data["mean"] - 10) < 0.3 and abs(found["fqe"]["policies"][0]["mean"] - 10) < 0.3
+    assert data["cut"] == 1 and abs(data["cut_weight"] - GAMMA**10) < 1e-9
+    assert any("cut off" in line for line in found["limits"])
+
+
+def test_discounted_returns_by_hand():
+    log = make_episodes((3, 1, 2))
+    r = log.rewards.astype(float)
+    expected = [r[0] + 0.5 * r[1] + 0.25 * r[2], r[1] + 0.5 * r[2], r[2], r[3], r[4] + 0.5 * r[5], r[5]]
+    np.testing.assert_allclose(discounted_to_go(log, 0.5), expected)
+
+
+def test_nobody_judges_what_it_was_fitted_on():
+    log = Log(make_episodes([4] * 9), Spaces.of(make_episodes([4] * 9)), CPU, 3)
+    drawn = Folds(log, 64).draw(0, 20)  # (steps, folds, batch)
+    for fold in range(3):
+        seen = set(log.episodes.episode_ids[drawn[:, fold]].ravel())
+        assert seen == set(np.flatnonzero(log.fold != fold))
+    assert set(log.fold) == {0, 1, 2}
+
+
+def test_next_states_and_actions_belong_to_the_row():
+    episodes = make_episodes((5, 3, 8, 4))
+    log = Log(episodes, Spaces.of(episodes), CPU, 2)
+    table = log.states[None, :, :2]  # a policy that answers with what it sees
+    rows = torch.arange(20)[None].expand(2, -1)
+    batch = Folds(log, 4, [table]).gather(rows)
+    following = torch.as_tensor(episodes.next_observations())
+    torch.testing.assert_close(batch["next_observations"][1], following)
+    torch.testing.assert_close(batch["next_vectors"][0, 1], following[:, :2])
+    torch.testing.assert_close(batch["observations"][0], torch.as_tensor(episodes.observations))
+
+
+def test_rows_without_a_successor_are_left_out():
+    episodes = make_episodes((5, 3, 8, 4))  # terminated, truncated, terminated, truncated
+    known = np.array([False, False, True, True])
+    log = Log(dataclasses.replace(episodes, final_known=known), Spaces.of(episodes), CPU, 2)
+    assert sorted(set(range(20)) - set(log.usable.tolist())) == [7]  # nothing follows a terminated row anyway
+
+
+# --- support
+
+
+def habits(episodes=40, seed=0):
+    """Actions around a function of the state."""
+    rng = np.random.default_rng(seed)
+    rows = 25 * episodes
+    observations = rng.standard_normal((rows, 2)).astype(np.float32)
+    actions = (0.5 * np.tanh(observations) + 0.1 * rng.standard_normal((rows, 2))).clip(-1, 1).astype(np.float32)
+    ends = np.arange(rows) % 25 == 24
+    return from_rows(observations, actions, rng.standard_normal(rows).astype(np.float32), ends)
+
+
+def table_of(log, actions):
+    table = torch.zeros(1, len(log.states), actions.shape[1])
+    table[0, log.place] = actions
+    return table
+
+
+def test_support_of_known_policies():
+    log, fresh = habits(), habits(seed=1)
+    spaces = Spaces.of(log)
+    train, held = Log(log, spaces, CPU, 1), Log(fresh, spaces, CPU, 1)
+    noise = torch.as_tensor(np.random.default_rng(5).standard_normal(held.actions.shape), dtype=torch.float32)
+    again = 0.5 * torch.tanh(held.states[held.place]) + 0.1 * noise  # the same habits, drawn once more
+    tables = {0: held.actions, 1: held.actions + 3, 2: again, 3: torch.ones_like(held.actions)}
+    for base in (train, held):
+        found = support(held, base, {k: table_of(held, v) for k, v in tables.items()}, spaces, 900, 10, None)
+        logged, shifted, drawn, edge = found["policies"]
+        assert logged["beyond_95"] == pytest.approx(0.05, abs=0.002)
+        assert logged["beyond_99"] == pytest.approx(0.01, abs=0.002)
+        assert shifted["beyond_95"] > 0.99 and shifted["beyond_99"] > 0.99
+        assert drawn["beyond_95"] == pytest.approx(0.05, abs=0.025)
+        assert edge["at_edge"] == 1 and found["data"]["at_edge"] < 0.02
+        assert sum(found["actions"][0]["data"]) == pytest.approx(1, abs=1e-3) and len(found["actions"]) == 2
+    assert found["states"] is None
+    states = support(held, train, {0: table_of(held, held.actions)}, spaces, 900, 10, held.states[None] + 9)["states"]
+    assert states["held_out_beyond"] == pytest.approx(0.05, abs=0.03) and states["imagined_beyond"] == [1.0]
+
+
+def test_neighbours_are_the_nearest_of_other_episodes():
+    log = habits(4)
+    log.observations[:] = log.observations * 7 + 3  # the scale of a column must not matter
+    spaces = Spaces.of(log)
+    device_log = Log(log, spaces, CPU, 1)
+    rows = torch.arange(0, 100, 7)
+    owners = torch.as_tensor(log.episode_ids)[rows]
+    distance, near = Neighbours(device_log, 3).find(device_log.states[device_log.place[rows]], owners)
+    _, std = device_log.standard(device_log.states)
+    for i, row in enumerate(rows.tolist()):
+        apart = np.linalg.norm((log.observations - log.observations[row]) / std.numpy(), axis=1)
+        apart[log.episode_ids == log.episode_ids[row]] = np.inf
+        assert set(near[i].tolist()) == set(np.argsort(apart)[:3])
+        assert float(distance[i]) == pytest.approx(np.sort(apart)[:3].mean(), rel=1e-3)
+
+
+def test_discrete_support_is_whether_it_was_ever_done():
+    log = chain(discrete=True, right=0.999)
+    found = assess_agent(Constant(1, 0), Spaces.of(log), [0, 1], log, budget=TINY)["support"]
+    right, left = found["policies"]
+    assert right["beyond_95"] < 0.02 and left["beyond_95"] > 0.9
+    assert found["actions"][0]["edges"] == [-0.5, 0.5, 1.5] and found["actions"][0]["policies"][1] == [1.0, 0.0]
+
+
+def test_a_constant_column_is_no_column():
+    log = habits(10)
+    wide = dataclasses.replace(
+        log,
+        observations=np.c_[log.observations, np.full(len(log), 0.9, np.float32)],
+        final_observations=np.c_[log.final_observations, np.full(10, 0.9, np.float32)],
+    )
+    budget = dataclasses.replace(TINY, steps=30)
+    one, two = (
+        assess_agent(Constant([0.1, 0.2], gamma=0.5), Spaces.of(x), [0], x, budget=budget)["support"]
+        for x in (log, wide)
+    )
+    assert one["policies"][0]["median"] == pytest.approx(two["policies"][0]["median"], rel=1e-4)
+
+
+# --- what is said
+
+
+def test_limits_follow_from_the_numbers():
+    log = habits()
+    said = " ".join(assess_agent(Constant([0.99, -0.99]), Spaces.of(log), [0], log, budget=TINY)["limits"])
+    assert "No overlap" in said and "rare harm" in said and "7.5%" in said  # 3 of 40 episodes
+    own = " ".join(assess_agent(Habit(0.0), Spaces.of(log), [0], log, train=log, budget=TINY)["limits"])
+    assert "trained on" in own and "No overlap" not in own
+    assert "trained on" not in said
+
+
+def test_a_world_model_is_asked():
+    log = habits(6)
+
+    class Dreamer(Constant):
+        def predicted_return(self, observations, horizon):
+            assert observations.shape == (6, 2)
+            return torch.tensor([1.0 * horizon]), torch.tensor([0.3 * horizon])
+
+        def imagined_states(self, observations, horizon):
+            return observations[None] + 50
+
+    found = assess_agent(Dreamer([0.1, 0.1]), Spaces.of(log), [4], log, budget=TINY)
+    assert [row["horizon"] for row in found["predicted"]] == [5, 20]
+    assert found["predicted"][0]["policies"] == [{"seed": 4, "mean": 5.0, "disagreement": pytest.approx(1.5)}]
+    expected = np.mean([log.rewards[s : s + 5].sum() for s in log.offsets[:-1]])
+    assert found["predicted"][0]["data"] == pytest.approx(expected, rel=1e-5)
+    assert found["support"]["states"]["imagined_beyond"] == [1.0]
+    assert any("disagree" in line for line in found["limits"])
+
+
+def test_what_cannot_be_assessed_is_said():
+    log = habits(6)
+    agent = Constant([0.1, 0.1])
+    agent.begin = lambda *_: None
+    found = assess_agent(agent, Spaces.of(log), [0], log, budget=TINY)
+    assert found["fqe"] is None and "memory" in found["limits"][0] and len(offpolicy.summary(found)) == 4
+    with pytest.raises(UsageError, match="observations of"):
+        assess_agent(Constant([0.1]), Spaces.of(make_episodes()), [0], log, budget=TINY)
+    with pytest.raises(UsageError, match="takes 2 actions"):
+        assess_agent(Constant([0.1]), Spaces.of(log), [0], make_episodes(observation=2, action=1), budget=TINY)
+    with pytest.raises(UsageError, match="gamma"):
+        assess_agent(Constant([0.1, 0.1], gamma=1.0), Spaces.of(log), [0], log, budget=TINY)
+    broken = habits(6)
+    broken.rewards[3] = np.nan
+    with pytest.raises(DataError, match="rewards holds NaN"):
+        assess_agent(Constant([0.1, 0.1]), Spaces.of(log), [0], broken, budget=TINY)
+
+
+def test_episodes_that_were_trained_on_are_found_out():
+    log = habits(10)
+    assert offpolicy.seen(log, log) == 1 and offpolicy.seen(habits(10, seed=1), log) == 0
+    assert offpolicy.seen(log.select([0, 1, 2, 3]), log.select([2, 9, 3])) == 0.5
+
+
+def test_a_part_of_a_large_log():
+    log = habits(40)
+    part = some_episodes(log, 260)
+    assert 200 <= len(part) <= 260 and part.num_episodes == 10 and (part.lengths == 25).all()
+    assert some_episodes(log, 5000) is log
+
+
+# --- run folders
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assess")
+    replaylab.save(habits(), folder / "train.npz")
+    replaylab.save(habits(10, seed=3), folder / "held.npz")
+    out = replaylab.train(
+        "bc", folder / "train.npz", preset="debug", steps=20, seeds=[0, 1], device="cpu", out=folder / "run"
+    )
+    return folder, out
+
+
+def test_assess_a_run_folder(run):
+    folder, out = run
+    found = assess(out, folder / "held.npz", device="cpu", budget=TINY)
+    assert json.loads((out / "offpolicy.json").read_text()) == json.loads(json.dumps(found, allow_nan=False))
+    assert found["seen"] == 0 and found["rows"] == 250 and found["seeds"] == [0, 1] and found["system"] == "bc"
+    assert found["support"]["reference_rows"] == 1000 and found["fqe"]["gamma"] == 0.99
+    lines = offpolicy.summary(found)
+    assert (
+        lines[0].startswith("data: discounted return") and lines[2].startswith("seed 1: ") and "- Nothing" in str(lines)
+    )
+    own = assess(out, device="cpu", budget=TINY, gamma=0.5)
+    assert own["seen"] == 1 and own["rows"] == 1000 and own["fqe"]["gamma"] == 0.5
+    (folder / "other.npz").write_bytes((folder / "train.npz").read_bytes())
+    same = assess(out, [folder / "other.npz"], device="cpu", budget=TINY)
+    assert same["seen"] == 1  # its own data under another name is still its own
+    assert same["fqe"]["policies"][0]["mean"] == assess(out, device="cpu", budget=TINY)["fqe"]["policies"][0]["mean"]
+
+
+def test_the_runs_data_may_be_gone(run, monkeypatch):
+    folder, out = run
+
+    def gone(*_, **__):
+        raise DataError("gone")
+
+    held = replaylab.load(folder / "held.npz")
+    monkeypatch.setattr(offpolicy, "load", gone)
+    with pytest.raises(UsageError, match="name a log"):
+        assess(out, device="cpu", budget=TINY)
+    assert assess(out, held, device="cpu", budget=TINY)["support"]["reference_rows"] == 250
+
+
+def test_the_report_shows_it(run):
+    folder, out = run
+    assess(out, folder / "held.npz", device="cpu", budget=TINY)
+    ((title, body),) = without_simulator(read_runs([out])[0])
+    assert title == "Without a simulator" and "What cannot be known" in body and "policy, seed 1" in body
+    assert body.count("<svg") >= 4 and "Nothing here was measured" in body
+
+
+def damaged(value, rng):
+    """The same structure with something wrong in it."""
+    odd = [None, "<script>", -1, 1e400, float("nan"), [], {}, True, [None], "x" * 50]
+    if rng.random() < 0.04:
+        return rng.choice(odd)
+    if isinstance(value, dict):
+        return {k: damaged(v, rng) for k, v in value.items() if rng.random() > 0.02}
+    return [damaged(v, rng) for v in value] if isinstance(value, list) else value
+
+
+def test_a_broken_file_breaks_nothing(run):
+    folder, out = run
+    assess(out, folder / "held.npz", device="cpu", budget=TINY)
+    path, good, (shown,) = out / "offpolicy.json", (out / "offpolicy.json").read_text(), read_runs([out])
+    rng = random.Random(0)
+    for text in ["", "{", "[]", "null", "{}", "3", "[" * 100_000]:
+        path.write_text(text)
+        assert len(without_simulator(shown)) == 1
+    for _ in range(150):
+        path.write_text(json.dumps(damaged(json.loads(good), rng)))
+        assert "<script>" not in without_simulator(shown)[0][1]
+    path.unlink()
+    assert without_simulator(shown) == []
