@@ -37,7 +37,7 @@ for _id, (_entry, _kwargs, _limit) in OURS.items():
         gymnasium.register(_id, entry_point=_entry, kwargs=_kwargs, max_episode_steps=_limit)
 
 # what stands before the '/' of an id -> module with `make_vec(env_id, num_envs, **kwargs)`
-FAMILIES = {"d4rl": "replaylab.envs.d4rl", "atari": "replaylab.envs.atari"}
+FAMILIES = {"d4rl": "replaylab.envs.d4rl", "atari": "replaylab.envs.atari", "atari-rgb": "replaylab.envs.atari_rgb"}
 
 
 def make(env_id: str, *, noise: Noise | None = None, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def make_vec(env_id: str, num_envs: int, *, noise: Noise | None = None, **kwargs
     """Many environments that stand still when done (see vector.py), in the fastest form there is."""
     env_id = canonical(env_id)
     family = FAMILIES.get(env_id.partition("/")[0])
-    if family and (env_id in gymnasium.registry or env_id.startswith("atari/")):
+    if family and (env_id in gymnasium.registry or env_id.startswith(("atari/", "atari-rgb/"))):
         env = importlib.import_module(family).make_vec(env_id, num_envs, **kwargs)
     else:
         env = PlainVectorEnv([lambda: _make(env_id, **kwargs)] * num_envs)
@@ -63,8 +63,8 @@ def canonical(env_id: str) -> str:
 
 
 def _make(env_id: str, **kwargs: Any) -> Any:
-    if env_id.startswith("atari/"):
-        return importlib.import_module(FAMILIES["atari"]).make(env_id, **kwargs)
+    if env_id.startswith(("atari/", "atari-rgb/")):
+        return importlib.import_module(FAMILIES[env_id.partition("/")[0]]).make(env_id, **kwargs)
     try:
         return gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:

@@ -1,0 +1,444 @@
+"""MBARC (Model-Based Aware Reward Classification): learn to play an Atari game inside a learnt model of it.
+
+    random play -> repeat: collect with the policy -> world model -> reward model -> PPO in the dream
+
+Real play is scarce (Atari 100k: 102,400 steps), the dream is free. The world model predicts the next frame, the reward
+model reads rewards off its inner maps; because rewards are rare, which transitions it is shown is what the strategies
+are about (models/reward.py). The defaults are the recommended preset, `fast`; `paper` has the paper's counts.
+
+What a reward model is worth is measured on the steps of the next collection, before anything is trained on them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from replaylab.algos import Phase, Spaces, ppo
+from replaylab.config import knob
+from replaylab.data.frames import FrameReplay, Table
+from replaylab.errors import DataError, UsageError, require
+from replaylab.models import reward
+from replaylab.models.dream import Dream, exciting_scene, film, judge, real
+from replaylab.models.world import World, WorldShape, refresh, snapshot
+from replaylab.models.world_training import RewardTrainer, WorldTrainer
+from replaylab.step import Graph
+
+ONLINE = True
+ACTING = ("eval_temperature",)
+ROOM = 1.5  # rows of the replay for each step; a game takes four more than it has steps
+
+
+@dataclass
+class Config(ppo.Config):
+    """Model-based aware reward classification."""
+
+    strategy: str = knob("mbarc", "which transitions the reward model is shown", tuple(reward.UPDATES))
+    epochs: int = knob(15, "rounds of collecting, world model, reward model, policy")
+    random_steps: int = knob(6400, "real steps played at random before the first epoch")
+    collect_steps: int = knob(6400, "real steps played by the policy at the start of each epoch")
+    budget: int = knob(102_400, "real steps there may be in all")
+    strict_budget: bool = knob(False, "count what resets cost too; the last epochs then collect less")
+    games: int = knob(8, "real games played side by side; each goes on in the next epoch")
+    temperature: float = knob(1.0, "of the policy's choices while it collects")
+    eval_temperature: float = knob(0.5, "of the policy's choices while it is evaluated; 0: the likeliest action")
+    # the world model
+    fidelity: str = knob("improved", "original: keep what the original does wrong", ("improved", "original"))
+    pixels: str = knob("palette", "a pixel is one of the console's colours, or three intensities", ("palette", "rgb"))
+    hidden: int = knob(96, "channels of the world model at full size")
+    compress: int = knob(5, "times the world model halves the frame")
+    double: int = knob(3, "times it doubles its channels on the way")
+    bits: int = knob(128, "random bits that tell one future from another")
+    continue_head: bool = knob(True, "learn when a game is over, so that dreams end too")
+    world_steps: int = knob(2500, "updates of the world model an epoch")
+    world_first: int = knob(3, "times as many in the first epoch")
+    world_batch: int = knob(16, "sequences the world model is trained on side by side")
+    rollout: int = knob(50, "steps of a sequence, and of a dream")
+    input_noise: float = knob(0.05, "share of pixels replaced by the median")
+    sampling_decay: int = knob(3700, "updates until the world model sees only its own frames")
+    world_grad_clip: float = knob(1.0, "largest norm of the gradients of world and reward model")
+    # the reward model
+    reward_head: str = knob("mbarc", "simple: the one that averages over positions", ("mbarc", "simple"))
+    reward_steps: int = knob(0, "updates of the reward model an epoch; 0: as many as the strategy takes")
+    reward_batch: int = knob(32, "transitions a batch")
+    masses: list[float] = knob(list(reward.MASSES), "share of each class of transitions in mbarc's draws")
+    classes: str = knob(
+        "near", "near: far zero, near zero, rewarded; or lead-up: before, rewarded, other", reward.CLASSES
+    )
+    near: int = knob(1, "steps from a reward that count as near, or as leading up")
+    focal: bool = knob(False, "class-balanced focal loss instead of cross-entropy")
+    # the policy
+    agents: int = knob(64, "dreams side by side")
+    from_start: int = knob(4, "of them from the start of a game, the others from anywhere")
+    ppo_updates: int = knob(130, "dream-and-learn rounds an epoch")
+    doubled: list[int] = knob([7, 11], "epochs with twice as many")
+    tripled: list[int] = knob([14], "epochs with three times as many")
+    ppo_lr: float = knob(2e-4, "Adam's learning rate of the policy")
+    ppo_minibatch: int = knob(320, "steps a gradient is taken from")
+    shrink: int = knob(1, "show every n-th pixel only, for tests; 1 or 2")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "fast": {"eval_every": -1, "final_episodes": 30},
+    "paper": {
+        "games": 1, "world_steps": 15_000, "world_batch": 4, "sampling_decay": 22_250, "agents": 16, "from_start": 1,
+        "ppo_updates": 1000, "ppo_lr": 1e-4, "ppo_minibatch": 160, "eval_every": -1, "final_episodes": 100,
+    },
+    "small": {
+        "epochs": 5, "random_steps": 3200, "collect_steps": 3200, "hidden": 32, "world_steps": 1000, "world_first": 2,
+        "sampling_decay": 1000, "reward_steps": 300, "agents": 32, "from_start": 2, "ppo_updates": 60,
+        "doubled": [], "tripled": [4], "eval_every": -1, "final_episodes": 10,
+    },
+    "debug": {
+        "epochs": 2, "random_steps": 128, "collect_steps": 64, "games": 2, "hidden": 8, "compress": 3, "double": 1,
+        "bits": 8, "world_steps": 12, "world_first": 2, "world_batch": 4, "rollout": 8, "sampling_decay": 12,
+        "reward_steps": 6, "reward_batch": 8, "agents": 4, "from_start": 1, "ppo_updates": 3, "doubled": [],
+        "tripled": [], "ppo_minibatch": 16, "ppo_epochs": 2, "shrink": 2, "eval_every": -1, "final_episodes": 2,
+    },
+}  # fmt: skip
+
+
+def environment(env_id: str) -> str:
+    """'atari/freeway' -> 'atari-rgb/freeway', the same game as this system sees it."""
+    family, _, game = env_id.partition("/")
+    if family not in ("atari", "atari-rgb") or not game:
+        raise UsageError(f"mbarc plays Atari games: name one as atari/GAME, not '{env_id}'")
+    require("ale_py", "mbarc")
+    from replaylab.envs import atari_rgb
+
+    name, _ = atari_rgb.parse(f"atari-rgb/{game}")
+    return "atari-rgb/" + ",".join([name, *game.split(",")[1:]])
+
+
+def spaces(env_id: str) -> Spaces:
+    from replaylab import envs
+
+    env = envs.make_vec(env_id, 1)
+    seen, acts = env.single_observation_space, env.single_action_space
+    env.close()
+    return Spaces(list(seen.shape), "uint8", int(acts.n), True)
+
+
+def plan(config: Config) -> list[dict[str, int]]:
+    """Updates of each epoch: world, reward, policy."""
+    each = config.reward_steps or reward.UPDATES[config.strategy]
+    return [
+        {
+            "world": config.world_steps * (config.world_first if epoch == 0 else 1),
+            "reward": 0 if config.strategy == "online" else each,
+            "policy": config.ppo_updates * (3 if epoch in config.tripled else 2 if epoch in config.doubled else 1),
+        }
+        for epoch in range(config.epochs)
+    ]
+
+
+def counters(config: Config) -> dict[str, int]:
+    """What a whole run adds up to."""
+    total = {name: sum(epoch[name] for epoch in plan(config)) for name in ("world", "reward", "policy")}
+    played = config.rollout * config.agents
+    minibatches = played // min(config.ppo_minibatch, played)
+    return total | {
+        "dream_calls": total["policy"] * config.rollout,
+        "gradients": total["policy"] * config.ppo_epochs * minibatches,
+        "real_steps": config.random_steps + config.epochs * config.collect_steps,
+    }
+
+
+@contextmanager
+def memory(what: str, *settings: str) -> Iterator[None]:
+    """Out of memory is the user's to solve: say what with."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise UsageError(f"the GPU has too little memory for {what}: lower --{' or --'.join(settings)}") from error
+
+
+class Numbers:
+    """A sampler for updates that draw on the device: it only says which update it is."""
+
+    resident = True
+
+    def draw(self, start: int, steps: int) -> np.ndarray:
+        return np.arange(start, start + steps, dtype=np.int64)[:, None]
+
+    def gather(self, indices: Tensor) -> dict[str, Tensor]:
+        return {"step": indices}
+
+
+class Agent(nn.Module):
+    trained: Tensor
+    copy: World
+
+    def __init__(self, config: Config, spaces: Spaces, seeds: Sequence[int], device: torch.device):
+        super().__init__()
+        if len(seeds) != 1:
+            raise UsageError(f"mbarc trains one seed a run, not {len(seeds)}: start a run for each")
+        _check(config)
+        from replaylab.envs.atari_rgb import PALETTE
+
+        self.config, self.seed, self.device, self.actions = config, int(seeds[0]), device, spaces.action_dim
+        self.palette, self.original = PALETTE, config.fidelity == "original"
+        stack, *size = spaces.observation_shape
+        self.size = (-(-size[0] // config.shrink), -(-size[1] // config.shrink))
+        shape = WorldShape(
+            spaces.action_dim, *self.size, stack, config.hidden, config.compress, config.double, config.bits,
+            config.pixels, len(PALETTE), config.reward_head, config.continue_head, config.fidelity,
+        )  # fmt: skip
+        with memory("the world model", "hidden"):
+            self.world = World(shape, self.seed, torch.tensor(PALETTE, dtype=torch.float32))
+            self.policy = ppo.PixelPolicy(PALETTE, stack, self.size, spaces.action_dim, self.seed)
+            self.register_buffer("trained", torch.zeros((), dtype=torch.int64))  # updates of the world model
+            self.to(device)
+            self.ppo = self._learner()
+            self.__dict__["copy"] = snapshot(self.world)  # for dreams; no part of what is saved
+        self.world_trainer = WorldTrainer(
+            self.world, online=config.strategy == "online", noise=config.input_noise, decay=config.sampling_decay,
+            rollout=config.rollout, max_norm=config.world_grad_clip,
+        )  # fmt: skip
+        self.reward_trainer = RewardTrainer(
+            self.world, trunk=self.copy, focal=config.focal, max_norm=config.world_grad_clip
+        )
+        self.optimizers = {"policy": self.ppo.optimizer} | self.world_trainer.optimizers
+        self.optimizers |= self.reward_trainer.optimizers
+        self.notes: list[str] = []
+        # all that is found out on the way, for the report; per epoch
+        self.log: dict[str, Any] = {"world": [], "reward": [], "policy": []}
+        self.clock = time.monotonic()
+
+    def _learner(self) -> ppo.PPO:
+        channels = self.world.shape.stack * (1 if self.config.pixels == "palette" else 3)
+        return ppo.PPO(
+            self.policy, self.config, self.config.rollout, self.config.agents, (channels, *self.size), torch.uint8,
+            self.device,
+        )  # fmt: skip
+
+    def phases(self, env_id: str) -> list[Phase]:
+        from replaylab import envs
+        from replaylab.envs import atari_rgb
+
+        config, batch = self.config, self.config.world_batch
+        env = envs.make_vec(env_id, config.games)
+        rows = int(ROOM * counters(config)["real_steps"] / config.games) + 64
+        with memory("the replay", "budget"):
+            self.replay = FrameReplay(
+                config.games, rows, self.size, self.device,
+                stack=self.world.shape.stack, gamma=config.gamma, terminal_reward=not self.original,
+            )  # fmt: skip
+        self.recorder = atari_rgb.Recorder(
+            env, self.replay, config.budget, strict=config.strict_budget, shrink=config.shrink, seed=self.seed
+        )
+        self.windows = Table(config.games * rows, self.device)
+        self.walk = {name: self._zeros(batch) for name in ("rows", "left", "limit")}
+        self.shown = self._zeros(max(epoch["reward"] for epoch in plan(config)), config.reward_batch)
+        self.dream = Dream(self.copy, self.replay, config.agents, config.rollout, config.from_start)
+        self.dream_step = Graph(self._dream_step, self.device)
+        found = []
+        for epoch, steps in enumerate(plan(config)):
+            found += [
+                Phase("world", steps["world"], Numbers(), self.update_world, evaluates=False,
+                      begin=self._begins_world(epoch), finish=lambda: self._finished("world")),
+                Phase("reward", steps["reward"], Numbers(), self.update_reward, evaluates=False,
+                      begin=self.begin_reward, finish=lambda: self._finished("reward")),
+                Phase("policy", steps["policy"], Numbers(), self.update_policy,
+                      begin=self.begin_policy, every=1, hook=self.play, finish=self.finish_policy),
+            ]  # fmt: skip
+        return [phase for phase in found if phase.steps > 0]
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+    # --- real play
+
+    def _shrunk(self, frames: Any) -> Any:
+        return frames[..., :: self.config.shrink, :: self.config.shrink]
+
+    def _at_random(self, seen: np.ndarray) -> np.ndarray:
+        return torch.randint(self.actions, (len(seen),), device=self.device).cpu().numpy()
+
+    @torch.no_grad()
+    def _by_policy(self, seen: np.ndarray) -> np.ndarray:
+        outputs = self.policy(self._shrunk(torch.as_tensor(seen, device=self.device)))
+        return ppo.sample(outputs, self.config.temperature).cpu().numpy()
+
+    # --- the world model
+
+    def _begins_world(self, epoch: int) -> Callable[[], None]:
+        def begin() -> None:
+            self.clock = time.monotonic()
+            if epoch == 0:
+                self.recorder.collect(self.config.random_steps, self._at_random)
+            found: dict[str, Any] = {"collected": self.recorder.collect(self.config.collect_steps, self._by_policy)}
+            if found["collected"]["steps"] < self.config.collect_steps:
+                self.notes.append(f"the budget of {self.config.budget:,} real steps, resets included, is spent")
+            self.replay.commit()
+            found["ledger"] = self.recorder.ledger
+            if epoch > 0 and len(self.replay.fresh):
+                found["held_out"] = judge(self.copy, self.replay, self.replay.fresh)
+            self.log["world"].append({"epoch": epoch} | found)
+            self._lay_out()
+            self._begin_walk()
+
+        return begin
+
+    def _lay_out(self) -> None:
+        """What the sequences of this epoch may start from. The original wants whole ones without the end of a game;
+        we take what there is up to the end, so that ends are learnt."""
+        config = self.config
+        starts, self.longest = self.replay.windows(config.rollout, terminals=not self.original)
+        if self.longest == 0:
+            raise DataError("nothing was collected that a world model could be trained on")
+        if self.longest < config.rollout:
+            self.notes.append(
+                f"no game went on for {config.rollout} steps: the world model's sequences have {self.longest} at most"
+            )
+        self.windows.fill(starts if self.original else np.flatnonzero(self.replay.host["valid"]))
+
+    def _begin_walk(self) -> None:
+        config = self.config
+        self.walk["left"].zero_()
+        self.walk["limit"].fill_(self.longest)
+        if not self.original:  # so that a batch holds early and late steps of sequences
+            self.walk["limit"].random_(1, self.longest + 1)
+        if config.focal:
+            counts = np.bincount(self.replay.host["rewards"][self.replay.host["valid"]].astype(int) + 1, minlength=3)
+            self.reward_trainer.set_counts(torch.tensor(counts, device=self.device))
+            if config.strategy == "online":
+                self.world_trainer.use_focal_loss(torch.tensor(counts, device=self.device))
+
+    def update_world(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        walk, replay = self.walk, self.replay
+        first = walk["left"] == 0
+        drawn = self.windows.draw(len(first))
+        rows = torch.where(first, drawn, walk["rows"])
+        left = torch.where(first, torch.minimum(walk["limit"], replay.ahead[drawn]), walk["left"])
+        with memory("the world model", "world-batch", "hidden"):
+            found = self.world_trainer.update(real(self.world, self.replay, rows) | {"first": first})
+        walk["rows"].copy_(rows + 1)
+        walk["left"].copy_(left - 1)
+        walk["limit"].masked_fill_(first, self.longest)
+        self.trained += 1
+        return found
+
+    # --- the reward model
+
+    def begin_reward(self) -> None:
+        self.clock = time.monotonic()
+        refresh(self.copy, self.world)
+        config, replay = self.config, self.replay
+        rows = torch.as_tensor(np.flatnonzero(replay.host["valid"]), device=self.device)
+        drawn = reward.draw_epoch(
+            config.strategy, replay.rewards[rows].long(), replay.segments[rows].long(), replay.terminal[rows],
+            updates=len(self.shown), batch=config.reward_batch, masses=config.masses, classes=config.classes,
+            window=config.near, backward=self.original,
+        )  # fmt: skip
+        self.shown.copy_(rows[drawn])
+
+    def update_reward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows = self.shown.index_select(0, batch["step"])[0]
+        with memory("the reward model", "reward-batch", "hidden"):
+            return self.reward_trainer.update(real(self.world, self.replay, rows))
+
+    # --- the policy
+
+    def begin_policy(self) -> None:
+        self.clock = time.monotonic()
+        refresh(self.copy, self.world)
+
+    def play(self, k: int) -> dict[str, Tensor]:
+        """A stretch of dream, written to PPO's storage."""
+        with memory("the dreams", "agents", "hidden"):
+            self.dream.reset()
+            for _ in range(self.config.rollout):
+                self.dream_step()
+            self.ppo.stop(self.dream.stacks)
+        return {"dream_return": self.ppo.rewards.sum(0).mean()[None], "dream_ends": self.ppo.ended.mean()[None]}
+
+    def _dream_step(self) -> None:
+        actions = self.ppo.act(self.dream.stacks)
+        _, rewards, terminated, truncated, infos = self.dream.step(actions)
+        if self.original:  # the world's own value on top of what PPO adds
+            rewards = rewards + infos["values"] * truncated
+        self.ppo.receive(rewards, terminated)
+
+    def update_policy(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        with memory("the policy", "agents", "ppo-minibatch"):
+            return self.ppo.learn()
+
+    def finish_policy(self) -> dict[str, Any]:
+        found = self._finished("policy")
+        scene = exciting_scene(self.copy, self.replay)
+        made = film(scene, self.palette) if scene else None
+        if scene and made is None:
+            self.notes.append("no film of the dream: it takes Pillow (pip install pillow)")
+        return found | ({"dream.gif": made} if made else {})
+
+    def _finished(self, phase: str) -> dict[str, Any]:
+        """A phase's findings: one entry an epoch."""
+        spent = {"seconds": round(time.monotonic() - self.clock, 3)}
+        if phase == "world":
+            self.log["world"][-1] |= spent
+        else:
+            self.log[phase].append(spent)
+        return {"epochs": self.log[phase]}
+
+    def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        outputs = self.policy(self._shrunk(observations.flatten(0, 1)))
+        heat = self.config.eval_temperature
+        actions = ppo.sample(outputs, heat) if heat > 0 else outputs[:, :-1].argmax(-1)
+        return actions.view(observations.shape[:2]), state
+
+    # --- saving
+
+    def training_state(self) -> dict[str, Tensor]:
+        parts = {
+            "replay": self.replay.state(),
+            "real": {name: torch.as_tensor(value) for name, value in self.recorder.state().items()},
+            "walk": self.walk,
+            "world": self.world_trainer.training_state(),
+            "reward": self.reward_trainer.training_state(),
+        }
+        log = self.log | {"clock": time.monotonic() - self.clock}
+        about = torch.frombuffer(bytearray(json.dumps(log).encode()), dtype=torch.uint8)
+        flat = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+        return flat | {"shown": self.shown, "log": about}
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        def under(part: str) -> dict[str, Tensor]:
+            return {k.removeprefix(f"{part}."): v for k, v in state.items() if k.startswith(f"{part}.")}
+
+        self.replay.load_state(under("replay"))
+        self.recorder.load_state({name: value.cpu().numpy() for name, value in under("real").items()})
+        for name, value in under("walk").items():
+            self.walk[name].copy_(value)
+        self.world_trainer.load_training_state(under("world"))
+        self.reward_trainer.load_training_state(under("reward"))
+        self.shown.copy_(state["shown"])
+        self.log = json.loads(state["log"].cpu().numpy().tobytes())
+        self.clock = time.monotonic() - self.log.pop("clock")
+        self._lay_out()
+        refresh(self.copy, self.world)  # what it was: the trunk moves in its own phase alone, where no one dreams
+
+
+def _check(config: Config) -> None:
+    wanted = counters(config)["real_steps"]
+    if wanted > config.budget:
+        raise UsageError(
+            f"{wanted:,} real steps are planned, the budget is {config.budget:,}: lower --collect-steps or --epochs, "
+            "or raise --budget"
+        )
+    for name in ("random_steps", "collect_steps"):
+        if getattr(config, name) % config.games or getattr(config, name) < config.games:
+            raise UsageError(f"{name} must be a multiple of games ({config.games}), not {getattr(config, name)}")
+    if config.shrink not in (1, 2):
+        raise UsageError(f"shrink must be 1 or 2, not {config.shrink}")
+    if not 0 <= config.from_start <= config.agents:
+        raise UsageError(f"from_start must be 0 to {config.agents}, not {config.from_start}")
+    reward.masses_of(torch.ones(4, dtype=torch.bool), config.masses, config.classes)

@@ -1,0 +1,294 @@
+"""Proximal policy optimisation (Schulman et al., 2017) for discrete actions, in one file.
+
+    advantage   A_t = sum_k (gamma lambda)^k delta_{t+k},   delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
+    policy      -min(ratio A, clip(ratio, 1 - c, 1 + c) A),   ratio = pi(a | s) / pi_old(a | s)
+    value       1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
+    total       policy + value_coef value - entropy H(pi)
+
+A game that ended has no value behind it; one that was merely cut off is continued by the critic, once. What is played
+is written to a storage that is allocated once. `learn` needs nothing from the host, so it can be captured whole.
+`train_vector` is the loop for environments on the host; MBARC has its own for those on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from replaylab.config import knob
+from replaylab.models.adam import adam
+
+
+@dataclass
+class Config:
+    """Proximal policy optimisation."""
+
+    ppo_lr: float = knob(1e-4, "Adam's learning rate of the policy")
+    ppo_clip: float = knob(0.1, "how far an update may move the policy's ratios and the values")
+    ppo_epochs: int = knob(4, "times an update goes through what was played")
+    ppo_minibatch: int = knob(160, "steps a gradient is taken from")
+    ppo_grad_clip: float = knob(0.5, "largest norm of the policy's gradient")
+    entropy: float = knob(0.01, "weight of the policy's entropy")
+    value_coef: float = knob(0.5, "weight of the critic's loss")
+    gamma: float = knob(0.99, "discount")
+    gae_lambda: float = knob(0.95, "how far advantages look ahead: 0 one step, 1 to the end")
+
+
+# --- the maths
+
+
+def advantages(
+    rewards: Tensor, values: Tensor, ended: Tensor, gamma: float, lam: float
+) -> Tensor:  # (time, agents), (time + 1, agents), (time, agents) -> (time, agents)
+    """Generalised advantage estimation, all times at once: a (time, time) table of weights instead of a loop."""
+    alive = 1 - ended
+    deltas = rewards + gamma * values[1:] * alive - values[:-1]
+    past = ended.cumsum(0) - ended  # ends before each step
+    time = torch.arange(len(rewards), device=rewards.device)
+    lag = time - time[:, None]  # (from, to)
+    decay = torch.where(lag >= 0, (gamma * lam) ** lag.clamp(min=0), 0.0)
+    same_game = past[:, None] == past[None]  # (from, to, agents)
+    return (decay[..., None] * same_game * deltas).sum(1)
+
+
+def losses(
+    outputs: Tensor,  # (batch, actions + 1): logits and the value
+    actions: Tensor,
+    old_log_prob: Tensor,
+    old_values: Tensor,
+    advantage: Tensor,
+    returns: Tensor,
+    clip: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Policy loss, value loss, entropy and, to watch, the divergence from the old policy."""
+    log_probs = F.log_softmax(outputs[:, :-1], -1)
+    chosen = log_probs.gather(1, actions[:, None])[:, 0]
+    values = outputs[:, -1]
+    change = chosen - old_log_prob
+    ratio = change.exp()
+    policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).mean()
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    value = 0.5 * torch.maximum((values - returns).square(), (near - returns).square()).mean()
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    return policy, value, entropy, (ratio.detach() - 1 - change.detach()).mean()
+
+
+# --- networks: observations -> logits and a value, in one matrix
+
+
+def orthogonal(layer: nn.Module, gain: float, generator: torch.Generator) -> nn.Module:
+    nn.init.orthogonal_(layer.weight, gain, generator=generator)  # type: ignore[arg-type]
+    nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    return layer
+
+
+class Heads(nn.Module):
+    """Logits start near zero (gain 0.01), so that the first policy is all but random; the value has gain 1."""
+
+    def __init__(self, features: int, actions: int, generator: torch.Generator):
+        super().__init__()
+        self.policy = orthogonal(nn.Linear(features, actions), 0.01, generator)
+        self.value = orthogonal(nn.Linear(features, 1), 1.0, generator)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return torch.cat([self.policy(features), self.value(features)], -1)
+
+
+class PixelPolicy(nn.Module):
+    """Stacks of palette frames (batch, stack, height, width), seen in colour, through a convolutional network. Frames
+    that are in colour already, (batch, 3 stack, height, width), are taken as they are."""
+
+    colours: Tensor
+
+    def __init__(self, palette: np.ndarray, stack: int, shape: tuple[int, int], actions: int, seed: int):
+        super().__init__()
+        self.stack = stack
+        g = torch.Generator().manual_seed(seed)
+        self.register_buffer("colours", torch.tensor(palette, dtype=torch.float32) / 255, persistent=False)
+        sizes = [(3 * stack, 32, 8, 4), (32, 64, 4, 2), (64, 32, 3, 1)]
+        height, width = shape
+        for *_, kernel, stride in sizes:
+            height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+        if height < 1 or width < 1:
+            raise ValueError(f"frames of {shape} are too small for the policy's convolutions")
+        self.convolutions = nn.ModuleList(
+            orthogonal(nn.Conv2d(i, o, kernel, stride), math.sqrt(2), g) for i, o, kernel, stride in sizes
+        )
+        self.dense = orthogonal(nn.Linear(32 * height * width, 512), math.sqrt(2), g)
+        self.heads = Heads(512, actions, g)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        x = frames.movedim(1, 3).contiguous()  # while it is still bytes: colours come out channels last
+        if frames.shape[1] == self.stack:
+            x = F.embedding(x.int(), self.colours).flatten(3)
+        else:
+            x = x.float() / 255
+        x = x.movedim(3, 1)  # (batch, 3 stack, height, width)
+        for layer in self.convolutions:
+            x = F.relu(layer(x))
+        return self.heads(F.relu(self.dense(x.flatten(1))))
+
+
+class VectorPolicy(nn.Module):
+    """Observations (batch, numbers) through two tanh layers; the critic has layers of its own."""
+
+    def __init__(self, inputs: int, actions: int, seed: int, width: int = 64):
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+
+        def trunk() -> nn.Sequential:
+            first, second = (orthogonal(nn.Linear(i, width), math.sqrt(2), g) for i in (inputs, width))
+            return nn.Sequential(first, nn.Tanh(), second, nn.Tanh())
+
+        self.actor, self.critic = trunk(), trunk()
+        self.policy = orthogonal(nn.Linear(width, actions), 0.01, g)
+        self.value = orthogonal(nn.Linear(width, 1), 1.0, g)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        return torch.cat([self.policy(self.actor(observations)), self.value(self.critic(observations))], -1)
+
+
+def sample(outputs: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """Actions from the softmax of logits / temperature; the largest of logits plus Gumbel noise is such a draw."""
+    logits = outputs[..., :-1]
+    return (logits / temperature - torch.empty_like(logits).exponential_().log()).argmax(-1)
+
+
+# --- playing and learning
+
+
+class PPO:
+    """A policy, its optimiser and a storage of `steps` x `agents` steps."""
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        config: Config,
+        steps: int,
+        agents: int,
+        shape: tuple[int, ...],
+        kind: torch.dtype,
+        device: torch.device,
+    ):
+        self.policy, self.config, self.steps, self.agents = policy.to(device), config, steps, agents
+        if device.type == "cuda":
+            policy.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.minibatch = min(config.ppo_minibatch, steps * agents)
+
+        def column(kind: torch.dtype, length: int = steps, *more: int) -> Tensor:
+            return torch.zeros((length, agents, *more), dtype=kind, device=device)
+
+        self.observations = column(kind, steps + 1, *shape)  # the last row is where it was cut off
+        self.actions = column(torch.int64)
+        self.log_probs, self.rewards, self.ended = (column(torch.float32) for _ in range(3))
+        self.values = column(torch.float32, steps + 1)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.optimizer = adam(policy.parameters(), config.ppo_lr, eps=1e-5)
+        fuse: Any = partial(torch.compile, dynamic=False) if device.type == "cuda" else (lambda body: body)
+        self.choose, self.objective = fuse(self._choose), fuse(self._objective)  # a few kernels instead of a hundred
+
+    @torch.no_grad()
+    def act(self, observations: Tensor) -> Tensor:
+        """Choose and write down: observation, action, its log-probability, the value."""
+        actions, log_probs, values = self.choose(observations)
+        for column, value in ((self.observations, observations), (self.actions, actions),
+                              (self.log_probs, log_probs), (self.values, values)):  # fmt: skip
+            column.index_copy_(0, self.cursor, value[None])
+        return actions
+
+    def _choose(self, observations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        outputs = self.policy(observations)
+        actions = sample(outputs)
+        log_probs = F.log_softmax(outputs[:, :-1], -1).gather(1, actions[:, None])[:, 0]
+        return actions, log_probs, outputs[:, -1]
+
+    @torch.no_grad()
+    def receive(self, rewards: Tensor, ended: Tensor) -> None:
+        """What the step brought. `ended`: nothing of value lies behind it, or the reward holds that already."""
+        self.rewards.index_copy_(0, self.cursor, rewards.float()[None])
+        self.ended.index_copy_(0, self.cursor, ended.float()[None])
+        self.cursor.add_(1)
+
+    @torch.no_grad()
+    def stop(self, observations: Tensor) -> None:
+        """Where the stretch was cut off; the next one begins at the front of the storage."""
+        self.observations[-1].copy_(observations)
+        self.cursor.zero_()
+
+    def learn(self) -> dict[str, Tensor]:
+        """One update: `ppo_epochs` times over the storage, in shuffled minibatches. Metrics of shape (1,)."""
+        config = self.config
+        with torch.no_grad():
+            self.values[-1].copy_(self.policy(self.observations[-1])[:, -1])
+            advantage = advantages(self.rewards, self.values, self.ended, config.gamma, config.gae_lambda)
+            returns = (advantage + self.values[:-1]).flatten()
+            advantage = advantage.flatten()
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-5)
+        played = (self.actions.flatten(), self.log_probs.flatten(), self.values[:-1].flatten(), advantage, returns)
+        observations = self.observations[:-1].flatten(0, 1)
+        sums: list[Tensor] = []
+        for _ in range(config.ppo_epochs):
+            order = torch.rand(len(returns), device=returns.device).argsort()
+            for start in range(0, len(order) - self.minibatch + 1, self.minibatch):
+                loss, found = self.objective(observations, played, order[start : start + self.minibatch])
+                self._step(loss)
+                sums.append(found)
+        mean = torch.stack(sums).mean(0)
+        names = ("policy_loss", "value_loss", "entropy", "divergence")
+        return {name: mean[i : i + 1] for i, name in enumerate(names)}
+
+    def _objective(self, observations: Tensor, played: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of some rows of what was played, and its parts."""
+        actions, log_probs, values, advantage, returns = (column[rows] for column in played)
+        outputs, config = self.policy(observations[rows]), self.config
+        found = losses(outputs, actions, log_probs, values, advantage, returns, config.ppo_clip)
+        total = found[0] + config.value_coef * found[1] - config.entropy * found[2]
+        return total, torch.stack(found).detach()
+
+    def _step(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.ppo_grad_clip)
+        self.optimizer.step()
+
+
+def train_vector(
+    ppo: PPO, env: Any, updates: int, device: torch.device, seed: int = 0, until: float = math.inf
+) -> list[float]:
+    """Train in a vector environment that stands still when done (`envs.make_vec`); returns of finished episodes.
+
+    until: stop when the mean of the last twenty is that high.
+    """
+
+    def on_device(values: np.ndarray) -> Tensor:
+        return torch.as_tensor(values, dtype=ppo.observations.dtype, device=device)
+
+    seen, _ = env.reset(seed=seed)
+    running, finished = np.zeros(ppo.agents), list[float]()
+    for _ in range(updates):
+        for _ in range(ppo.steps):
+            actions = ppo.act(on_device(seen))
+            seen, rewards, terminated, truncated, _ = env.step(actions.cpu().numpy())
+            running += rewards
+            over = terminated | truncated
+            if truncated.any():  # the game would have gone on: its worth stands in for the rest
+                with torch.no_grad():
+                    rest = ppo.policy(on_device(seen))[:, -1].cpu().numpy()
+                rewards = rewards + ppo.config.gamma * rest * (truncated & ~terminated)
+            ppo.receive(torch.as_tensor(rewards, device=device), torch.as_tensor(over, device=device))
+            if over.any():
+                finished += running[over].tolist()
+                running[over] = 0
+                seen, _ = env.reset(options={"reset_mask": over})
+        ppo.stop(on_device(seen))
+        ppo.learn()
+        if np.mean(finished[-20:] or [-math.inf]) >= until:
+            break
+    return finished

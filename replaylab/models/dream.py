@@ -1,0 +1,174 @@
+"""The simulated environment: a world model that is played like a Gymnasium vector environment, on the device.
+
+`reset` puts every agent into a state that was really seen, the last ones at the start of a game; `step` is one call of
+the model and can be captured as a graph. Where the model says that the game is over, the agent is put into another
+real state in the same step. After `length` steps all are cut off (truncated), and the caller resets. What is dreamt
+away from reality grows with the steps, hence the short stretches.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylab.data.frames import FrameReplay
+from replaylab.models.reward import confusion, precision_recall
+from replaylab.models.world import World
+
+OVER = 0.5  # below this probability of going on, the game has ended
+
+
+def pictures(frames: Tensor, colours: Tensor, pixels: str) -> Tensor:
+    """Stacks of palette frames (..., stack, h, w) as the world takes them: the same, or (..., 3 stack, h, w) in rgb."""
+    if pixels == "palette":
+        return frames
+    return colours.to(torch.uint8)[frames.long()].movedim(-1, -3).flatten(-4, -3)
+
+
+def real(world: World, replay: FrameReplay, rows: Tensor) -> dict[str, Tensor]:
+    """Real steps as the world model is trained on them."""
+    found = replay.batch(rows)
+    following = pictures(found.pop("next_frame")[:, None], world.colours, world.shape.pixels)
+    found["next_frames"] = following[:, 0] if world.shape.pixels == "palette" else following
+    return found | {"frames": pictures(found["frames"], world.colours, world.shape.pixels)}
+
+
+class Dream:
+    def __init__(
+        self,
+        world: World,
+        replay: FrameReplay,
+        agents: int,
+        length: int,
+        from_start: int = 1,
+        compile: bool | None = None,
+    ):
+        self.world, self.replay, self.num_envs, self.length = world, replay, agents, length
+        device = replay.device
+        compile = device.type == "cuda" if compile is None else compile
+        self.predict = torch.compile(world.predict, dynamic=False) if compile else world.predict
+        self.channels = 1 if world.shape.pixels == "palette" else 3
+        shape = (world.shape.stack * self.channels, *replay.frames.shape[1:])
+        self.stacks = torch.zeros((agents, *shape), dtype=torch.uint8, device=device)
+        self.at_start = torch.arange(agents, device=device) >= agents - from_start
+        self.elapsed = torch.zeros((), dtype=torch.int64, device=device)
+
+    def _real(self) -> Tensor:
+        """A stack for each agent out of the replay."""
+        rows = torch.where(self.at_start, self.replay.starts.draw(self.num_envs), self.replay.steps.draw(self.num_envs))
+        return pictures(self.replay.stacks(rows), self.world.colours, self.world.shape.pixels)
+
+    @torch.no_grad()
+    def reset(self) -> tuple[Tensor, dict[str, Tensor]]:
+        self.stacks.copy_(self._real())
+        self.elapsed.zero_()
+        return self.stacks, {}
+
+    @torch.no_grad()
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Observations, rewards, terminated, truncated, infos. The observations are a buffer that the next step
+        overwrites."""
+        told = self.predict(self.stacks, actions)
+        newest = told.next_frame.view(self.num_envs, self.channels, *self.stacks.shape[2:])
+        seen = torch.cat([self.stacks[:, self.channels :], newest], 1)
+        terminated = told.continues < OVER
+        self.stacks.copy_(torch.where(terminated[:, None, None, None], self._real(), seen))
+        self.elapsed += 1
+        truncated = (self.elapsed >= self.length).expand(self.num_envs) & ~terminated
+        return self.stacks, told.reward, terminated, truncated, {"final_obs": seen, "values": told.value}
+
+
+# --- against reality
+
+
+@torch.no_grad()
+def judge(world: World, replay: FrameReplay, rows: np.ndarray, size: int = 64) -> dict[str, Any]:
+    """How well world and reward model tell real steps: rewards (rows: actual -1, 0, 1; columns: told), and pixels."""
+    matrix = torch.zeros(3, 3, dtype=torch.int64, device=replay.device)
+    right = torch.zeros(3, dtype=torch.float64, device=replay.device)  # pixels, changed pixels, whole frames
+    changed = torch.zeros((), dtype=torch.float64, device=replay.device)
+    for part in torch.as_tensor(rows, device=replay.device).split(size):
+        batch = real(world, replay, part)
+        told = world.predict(batch["frames"], batch["actions"])
+        hit = told.next_frame == batch["next_frames"]
+        last = batch["frames"][:, -1] if world.shape.pixels == "palette" else batch["frames"][:, -3:]
+        moved = last != batch["next_frames"]
+        right += torch.stack([hit.double().mean() * len(part), (hit & moved).sum(), hit.flatten(1).all(1).sum()])
+        changed += moved.sum()
+        matrix += confusion(told.reward, batch["rewards"])
+    pixels, moving, frames = right.tolist()
+    return {
+        "steps": len(rows),
+        "confusion": matrix.tolist(),
+        "classes": precision_recall(matrix.cpu()),
+        "pixels": pixels / len(rows),
+        "changed_pixels": moving / max(float(changed), 1.0),
+        "frames": frames / len(rows),
+    }
+
+
+def exciting_scene(world: World, replay: FrameReplay, steps: int = 50) -> dict[str, np.ndarray] | None:
+    """The last stretch of real play in which a reward was got, and the dream of it. None where nothing was played."""
+    starts, length = replay.windows(steps)
+    if not length:
+        return None
+    got = np.concatenate([[0], (replay.host["rewards"].reshape(-1) != 0).cumsum()])
+    exciting = starts[got[starts + length] > got[starts]]
+    return replayed(world, replay, int((exciting if len(exciting) else starts)[-1]), length)
+
+
+@torch.no_grad()
+def replayed(world: World, replay: FrameReplay, row: int, steps: int) -> dict[str, np.ndarray]:
+    """What really happened from a row on, and what the world dreams from there on with the same actions."""
+    rows = torch.arange(row, row + steps, device=replay.device)
+    stack = pictures(replay.stacks(rows[:1]), world.colours, world.shape.pixels)
+    channels = stack.shape[1] // world.shape.stack
+    dreamt, rewards = [], []
+    for action in replay.actions[rows].long():
+        told = world.predict(stack, action[None])
+        frame = told.next_frame.view(1, channels, *stack.shape[2:])
+        stack = torch.cat([stack[:, channels:], frame], 1)
+        dreamt.append(frame[0])
+        rewards.append(told.reward)
+    return {
+        "real": replay.next_frames(rows).cpu().numpy(),  # (steps, h, w)
+        "dream": torch.stack(dreamt).squeeze(1).cpu().numpy(),  # the same, or (steps, 3, h, w)
+        "real_rewards": replay.rewards[rows].cpu().numpy(),
+        "dream_rewards": torch.cat(rewards).cpu().numpy(),
+    }
+
+
+def film(scene: dict[str, np.ndarray], palette: np.ndarray, scale: int = 3, fps: int = 15) -> bytes | None:
+    """Reality left, dream right, as a GIF; a green or red bar below says that a reward was got. None without Pillow."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return None
+    images: list[Any] = []
+    for t in range(len(scene["real"])):
+        halves = [_bar(picture, rewards[t]) for picture, rewards in (
+            (palette[scene["real"][t]], scene["real_rewards"]),
+            (_colour(scene["dream"][t], palette), scene["dream_rewards"]),
+        )]  # fmt: skip
+        gap = np.zeros((halves[0].shape[0], 2, 3), np.uint8)
+        whole = np.concatenate([halves[0], gap, halves[1]], 1).repeat(scale, 0).repeat(scale, 1)
+        images.append(Image.fromarray(whole).quantize(256))
+    file = io.BytesIO()
+    images[0].save(file, "GIF", save_all=True, append_images=images[1:], duration=1000 // fps, loop=0)
+    return file.getvalue()
+
+
+def _colour(frame: np.ndarray, palette: np.ndarray) -> np.ndarray:  # -> (h, w, 3)
+    return palette[frame] if frame.ndim == 2 else np.moveaxis(frame, 0, -1)
+
+
+def _bar(picture: np.ndarray, reward: float) -> np.ndarray:
+    colours: Sequence[tuple[int, int, int]] = ((24, 24, 24), (40, 200, 90), (220, 50, 40))
+    bar = np.empty((3, picture.shape[1], 3), np.uint8)
+    bar[:] = colours[int(np.sign(reward))]
+    return np.concatenate([picture, bar])

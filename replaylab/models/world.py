@@ -1,0 +1,441 @@
+"""The world model of SimPLe and MBARC: from four frames and an action to the next frame, its reward and its worth.
+
+An encoder folds the frames down, the action and 128 random bits are put in at the bottom, and a decoder unfolds them
+to one class per pixel. In training the bits are read from the true next frame, and an LSTM learns to tell them from
+the past alone; in a dream that LSTM draws them. Frames are bytes: indices into a colour table (`palette`, Atari has
+128 colours), or three colour intensities (`rgb`, as the original).
+
+`fidelity original` keeps what the original does and we would not: dropout in dreams, bits that end up continuous,
+attention maps with heads and positions interleaved, no continue head.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from replaylab.errors import UsageError
+from replaylab.models.reward import MbarcHead, SimpleHead, convolve, focal_loss, linear, standardize
+
+DROPOUT, MIDDLE_DROPOUT, PRIOR_DROPOUT = 0.15, 0.5, 0.1
+LOSS_FLOOR = 0.03  # a pixel predicted this well counts as done
+FLIPPED, PREDICTED, USED = 0.1, 0.5, 0.8  # share of bits flipped; of bits from the prior; of outputs that use bits
+MEMORY = 128  # of the LSTM
+PRIOR_WEIGHT = 1 / 50  # the original divides this loss by the length of its rollouts
+
+
+@dataclass(frozen=True)
+class WorldShape:
+    actions: int
+    height: int = 105
+    width: int = 80
+    stack: int = 4
+    hidden: int = 96
+    compress: int = 5  # times the frame is halved
+    double: int = 3  # times the channels are doubled on the way
+    bits: int = 128
+    pixels: str = "palette"  # or rgb
+    palette: int = 128
+    reward_head: str = "mbarc"  # or simple
+    continue_head: bool = True
+    fidelity: str = "improved"  # or original
+
+    def __post_init__(self) -> None:
+        if self.hidden < 8 or self.hidden % 4 or self.bits % 8 or self.bits < 8:
+            raise UsageError("hidden must be a multiple of 4 from 8 on, bits a multiple of 8")
+        if min(self.height, self.width) < 16 or min(self.sizes[-1]) < 1:
+            raise UsageError(f"frames of {self.height} x {self.width} are too small to be halved {self.compress} times")
+        for value, known in (
+            (self.pixels, ("palette", "rgb")),
+            (self.reward_head, ("mbarc", "simple")),
+            (self.fidelity, ("improved", "original")),
+        ):
+            if value not in known:
+                raise UsageError(f"unknown '{value}'; known: {', '.join(known)}")
+
+    @property
+    def channels(self) -> list[int]:  # at each scale, the finest first
+        return [self.hidden * 2 ** min(i, self.double) for i in range(self.compress + 1)]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        return [(self.height >> i, self.width >> i) for i in range(self.compress + 1)]
+
+    @property
+    def bottom(self) -> int:  # numbers at the coarsest scale
+        return self.channels[-1] * math.prod(self.sizes[-1])
+
+
+class Prediction(NamedTuple):
+    next_frame: Tensor  # (batch, height, width), or (batch, 3, height, width); bytes
+    reward: Tensor  # (batch,) of -1, 0, 1
+    reward_logits: Tensor  # (batch, 3)
+    value: Tensor  # (batch,) of the state before the step
+    continues: Tensor  # (batch,) probability that the game goes on
+
+
+class Features(NamedTuple):
+    value: Tensor  # (batch,)
+    x_mid: Tensor  # (batch, wide, h, w), after action and bits
+    x_fin: Tensor  # (batch, hidden, height, width)
+    prior_loss: Tensor  # scalar; 0 in dreams
+
+
+def timing_signal(channels: int, height: int, width: int) -> Tensor:
+    """Where a position is, as sines and cosines of its row and column: (1, channels, height, width)."""
+    scales = channels // 4
+    rates = 10_000.0 ** (-torch.arange(scales) / (scales - 1))
+    rows = (torch.arange(height) * rates[:, None])[:, :, None].expand(-1, -1, width)
+    columns = (torch.arange(width) * rates[:, None])[:, None, :].expand(-1, height, -1)
+    return torch.cat([rows.sin(), rows.cos(), columns.sin(), columns.cos()])[None]
+
+
+def mixed(first: Tensor, second: Tensor, share: Tensor, per_sample: bool = False) -> Tensor:
+    """Each element, or each sample, from `first` with probability `share`."""
+    shape = (len(first), *[1] * (first.ndim - 1)) if per_sample else first.shape
+    return torch.where(torch.rand(shape, device=first.device) < share, first, second)
+
+
+def cut_normal(like: Tensor, deviation: float) -> Tensor:
+    """Normal noise cut off at two deviations, through the inverse of its distribution."""
+    edge = math.erf(math.sqrt(2))
+    return deviation * math.sqrt(2) * torch.erfinv((2 * torch.rand_like(like) - 1) * edge)
+
+
+def modulated(x: Tensor, gate_and_shift: Tensor) -> Tensor:  # (batch, c, h, w), (batch, 2 c)
+    gate, shift = gate_and_shift[..., None, None].to(x.dtype).chunk(2, 1)
+    return x * gate.sigmoid() + shift
+
+
+class Norm(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, shift = (p[:, None, None].to(x.dtype) for p in (self.weight, self.bias))
+        return standardize(x, 1e-6) * scale + shift
+
+
+class AttentionPool(nn.Module):
+    """A map summed up in `outputs` numbers: its mean, and its means under four learnt attentions."""
+
+    def __init__(self, channels: int, outputs: int, interleaved: bool):
+        super().__init__()
+        self.heads, self.out = nn.Linear(channels, 4), nn.Linear(5 * channels, outputs)
+        self.interleaved = interleaved
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, c, h, w) -> (batch, outputs)
+        flat = x.flatten(2).transpose(1, 2)  # (batch, positions, c)
+        scores = linear(self.heads, flat)  # (batch, positions, 4)
+        if self.interleaved:  # the original reads (4, positions) as if it were (positions, 4)
+            scores = scores.transpose(1, 2).reshape(scores.shape)
+        attention = scores.float().softmax(1).to(x.dtype) / flat.shape[1]
+        pooled = torch.cat([flat.mean(1, keepdim=True), attention.transpose(1, 2) @ flat], 1)
+        return linear(self.out, pooled.flatten(1))
+
+
+class Bits(nn.Module):
+    """Random bits that tell which of the possible futures comes: read from the future, or drawn by an LSTM."""
+
+    powers: Tensor
+
+    def __init__(self, shape: WorldShape):
+        super().__init__()
+        self.original = shape.fidelity == "original"
+        inputs, wide = 3 * (shape.stack + 1), shape.channels[-1]
+        first, second = 4 * shape.hidden // 3, 16 * shape.hidden // 3
+        self.embed = nn.Linear(inputs, shape.hidden)
+        self.conv1 = nn.Conv2d(shape.hidden, first, 8, 4, 2)
+        self.conv2 = nn.Conv2d(first, second, 8, 4, 2)
+        self.pool1 = AttentionPool(first, 2 * inputs, self.original)
+        self.pool2 = AttentionPool(second, 2 * inputs, self.original)
+        self.read = nn.Linear(4 * inputs, shape.bits)
+        self.write = nn.Linear(shape.bits, 2 * wide)
+        self.start = nn.Linear(shape.bottom, 3 * MEMORY)  # first input, hidden and cell state of the LSTM
+        self.cell = nn.LSTMCell(MEMORY, MEMORY)
+        self.byte_out, self.byte_in = nn.Linear(MEMORY, 256), nn.Linear(256, MEMORY)
+        self.register_buffer("powers", 2 ** torch.arange(8), persistent=False)
+
+    def posterior(self, seen: Tensor, target: Tensor, action: Tensor, timing: Tensor) -> Tensor:
+        """From frames (batch, h, w, 12) and the next one (batch, h, w, 3) to (batch, bits) real numbers."""
+        x = linear(self.embed, torch.cat([seen, target], 3)).permute(0, 3, 1, 2)
+        x = convolve(self.conv1, modulated(x + timing.to(x.dtype), action))
+        deep = convolve(self.conv2, torch.relu(x))
+        return linear(self.read, torch.cat([self.pool1(x), self.pool2(deep)], 1)).float()
+
+    def mix(self, layer: Tensor, real: Tensor, drawn: Tensor, epsilon: Tensor) -> Tensor:
+        """The layer with bits put in, on the way from reading them exactly to drawing them."""
+        soft = torch.tanh(real + cut_normal(real, 0.2))
+        hard = soft + (torch.where(soft < 0, -1.0, 1.0) - soft).detach()
+        hard = torch.where(torch.rand_like(hard) < FLIPPED, -hard, hard)
+        # the original ends on the soft ones, though dreams have hard ones only
+        bits = mixed(hard, soft, epsilon if self.original else 1 - epsilon)
+        bits = mixed(drawn, bits, (1 - epsilon) * PREDICTED)
+        return mixed(self.put(layer, bits), layer, (1 - epsilon) * USED, per_sample=not self.original)
+
+    def put(self, layer: Tensor, bits: Tensor) -> Tensor:
+        return modulated(layer, linear(self.write, bits.to(layer.dtype)))
+
+    # --- the prior
+
+    def _begin(self, layer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Gates of the first step, cell state, the table of each byte's part in the gates, and the weights and biases
+        that make the next logits and the next gates of a hidden state in one product."""
+        kind, cell = layer.dtype, self.cell
+        first, hidden, memory = linear(self.start, layer.flatten(1)).chunk(3, 1)
+        inward = cell.weight_ih.to(kind)
+        bias = (cell.bias_ih + cell.bias_hh).to(kind)
+        table = F.linear(self.byte_in.weight.t().to(kind) + self.byte_in.bias.to(kind), inward, bias)  # (256, gates)
+        gates = F.linear(first, inward, bias) + F.linear(hidden, cell.weight_hh.to(kind))
+        both = torch.cat([self.byte_out.weight, cell.weight_hh]).to(kind)
+        offset = F.pad(self.byte_out.bias, (0, len(cell.weight_hh))).to(kind)
+        return gates, memory.float(), table, both, offset
+
+    def prior_loss(self, layer: Tensor, real: Tensor) -> Tensor:
+        """Cross-entropy of the bytes, each told from those before it."""
+        bytes_ = self.pack(real > 0)  # (batch, bytes)
+        cell, kind = self.cell, layer.dtype
+        first, hidden, memory = linear(self.start, layer.flatten(1)).chunk(3, 1)
+        words = linear(self.byte_in, F.one_hot(bytes_[:, :-1], 256).to(kind))
+        inputs = torch.cat([first[:, None], F.dropout(words, PRIOR_DROPOUT)], 1)  # (batch, bytes, memory)
+        inward = F.linear(inputs, cell.weight_ih.to(kind), (cell.bias_ih + cell.bias_hh).to(kind))
+        memory, back, states = memory.float(), cell.weight_hh.t().to(kind), []
+        for gates in inward.unbind(1):
+            hidden, memory = lstm(torch.addmm(gates, hidden, back), memory)
+            states.append(hidden)
+        logits = linear(self.byte_out, F.dropout(torch.stack(states, 1), PRIOR_DROPOUT))
+        return F.cross_entropy(logits.flatten(0, 1).float(), bytes_.flatten())
+
+    @torch.no_grad()
+    def draw(self, layer: Tensor) -> Tensor:  # (batch, bits) of -1 and 1
+        gates, memory, table, both, offset = self._begin(layer)
+        noise = torch.rand(self.read.out_features // 8, len(layer), 256, device=layer.device)
+        gumbel = -(-noise.clamp(1e-20).log()).clamp(1e-20).log()  # the largest of logit + Gumbel noise is a draw
+        drawn = []
+        for extra in gumbel:
+            hidden, memory = lstm(gates, memory)
+            logits, onward = torch.addmm(offset, hidden, both.t()).split([256, len(both) - 256], 1)
+            drawn.append((logits.float() + extra).argmax(1))
+            gates = table[drawn[-1]] + onward
+        return self.unpack(torch.stack(drawn, 1))
+
+    def pack(self, bits: Tensor) -> Tensor:  # (batch, bits) booleans -> (batch, bytes), the lowest bit first
+        return (bits.unflatten(1, (-1, 8)) * self.powers).sum(2)
+
+    def unpack(self, bytes_: Tensor) -> Tensor:
+        return torch.where(bytes_[..., None] & self.powers > 0, 1.0, -1.0).flatten(1)
+
+
+def lstm(gates: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """One step after the products: (batch, 4 n) gates and (batch, n) cell state -> hidden and cell state."""
+    let_in, forget, value, out = gates.float().chunk(4, 1)
+    memory = forget.sigmoid() * memory + let_in.sigmoid() * value.tanh()
+    return (out.sigmoid() * memory.tanh()).to(gates.dtype), memory
+
+
+class World(nn.Module):
+    colours: Tensor
+
+    def __init__(self, shape: WorldShape, seed: int = 0, colours: Tensor | None = None, precision: str = "auto"):
+        super().__init__()
+        self.shape, self.precision = shape, precision
+        self.original = shape.fidelity == "original"
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._build(shape)
+        if colours is None:  # greys; an environment brings its own
+            colours = torch.linspace(0, 255, shape.palette)[:, None].expand(-1, 3)
+        if colours.shape != (shape.palette, 3):
+            raise UsageError(f"the colour table must be ({shape.palette}, 3), not {tuple(colours.shape)}")
+        self.register_buffer("colours", colours.float().clone())
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def _build(self, shape: WorldShape) -> None:
+        wide, n = shape.channels, shape.compress
+        self.embed = nn.Linear(3 * shape.stack, shape.hidden)
+        nn.init.normal_(self.embed.bias, 0, 0.01)
+        self.down = nn.ModuleList(nn.Conv2d(wide[i], wide[i + 1], 4, 2, 1) for i in range(n))
+        self.down_norm = nn.ModuleList(Norm(wide[i + 1]) for i in range(n))
+        self.value = nn.Linear(shape.bottom, 1)
+        # gates and shifts of all places where the action is put in: the bottom, the ups, the posterior
+        self.places = [2 * c for c in (wide[-1], *wide[:0:-1], shape.hidden)]
+        self.action = nn.Linear(shape.actions, sum(self.places))
+        self.bits = Bits(shape)
+        self.middle = nn.ModuleList(nn.Conv2d(wide[-1], wide[-1], 3, 1, 1) for _ in range(2))
+        self.middle_norm = Norm(wide[-1])
+        grow = reversed(range(n))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(wide[i + 1], wide[i], 4, 2, 1) for i in grow)
+        self.up_norm = nn.ModuleList(Norm(wide[i]) for i in reversed(range(n)))
+        self.pixels = nn.Linear(shape.hidden, shape.palette if shape.pixels == "palette" else 768)
+        for i in range(n):
+            self.register_buffer(f"timing{i}", timing_signal(wide[i], *shape.sizes[i]), persistent=False)
+        positions = math.prod(shape.sizes[-1])
+        if shape.reward_head == "mbarc":
+            self.reward: nn.Module = MbarcHead(wide[-1], shape.hidden, n, positions)
+        else:
+            self.reward = SimpleHead(wide[-1], shape.hidden)
+        self.going = nn.Linear(shape.bottom, 1) if shape.continue_head and not self.original else None
+
+    # --- what is asked of it
+
+    @torch.no_grad()
+    def predict(self, frames: Tensor, actions: Tensor) -> Prediction:
+        """One step of a dream: frames (batch, stack, h, w), or (batch, 3 stack, h, w) in rgb; actions (batch,)."""
+        found = self.features(frames, actions)
+        logits = self.reward_logits(found.x_mid, found.x_fin)
+        return Prediction(
+            self._frame(self._pixel_logits(found.x_fin)),
+            logits.argmax(1).float() - 1,
+            logits,
+            found.value,
+            self._going(found).sigmoid(),
+        )
+
+    @torch.no_grad()
+    def reward_features(self, frames: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.features(frames, actions)
+        return found.x_mid, found.x_fin
+
+    def reward_logits(self, x_mid: Tensor, x_fin: Tensor, train: bool = False) -> Tensor:  # (batch, 3)
+        return self.reward(x_mid, x_fin, train)
+
+    def world_loss(
+        self,
+        frames: Tensor,
+        actions: Tensor,
+        next_frame: Tensor,
+        value_target: Tensor,  # NaN where it is not known
+        continue_target: Tensor,
+        epsilon: Tensor,
+        reward_target: Tensor | None = None,
+        class_weights: Any = None,
+    ) -> dict[str, Tensor]:
+        """Scalars `loss` and its parts, `accuracy` (share of pixels told exactly), and the told `next_frame`.
+
+        Rewards are learnt only where a target is given (`online`), with the focal loss where class weights are."""
+        found = self.features(frames, actions, next_frame, epsilon)
+        logits = self._pixel_logits(found.x_fin).float()
+        target = self._pixels_last(next_frame).long()
+        surprise = F.cross_entropy(logits.flatten(0, 2), target.flatten(0, 2), reduction="none")
+        known = value_target.isfinite()
+        parts = {
+            "pixel": (surprise - LOSS_FLOOR).clamp(min=0).mean(),
+            "value": torch.where(known, found.value - value_target.nan_to_num(), 0.0).square().mean(),
+            "prior": found.prior_loss * PRIOR_WEIGHT,
+        }
+        if self.going is not None:
+            parts["continue"] = F.binary_cross_entropy_with_logits(self._going(found), continue_target.float())
+        if reward_target is not None:
+            told, classes = self.reward_logits(found.x_mid, found.x_fin, train=True), reward_target.long() + 1
+            plain = class_weights is None
+            parts["reward"] = F.cross_entropy(told, classes) if plain else focal_loss(told, classes, class_weights)
+        frame = self._frame(logits.detach())
+        accuracy = (frame == next_frame).float().mean()
+        return {"loss": sum(parts.values()), **parts, "accuracy": accuracy, "next_frame": frame}  # type: ignore[dict-item]
+
+    # --- the trunk
+
+    def features(
+        self, frames: Tensor, actions: Tensor, next_frame: Tensor | None = None, epsilon: Tensor | None = None
+    ) -> Features:
+        """With the next frame: in training, bits read from it. Without: in a dream, bits drawn."""
+        drop = next_frame is not None or self.original
+        seen = self._standard(frames)
+        one_hot = F.one_hot(actions.long(), self.shape.actions).to(seen.dtype)
+        at_bottom, *at_ups, at_posterior = linear(self.action, one_hot).split(self.places, 1)
+        x, skips = self._encode(seen, drop)
+        value = linear(self.value, x.flatten(1))[:, 0].float()
+        x = modulated(x, at_bottom)
+        drawn = self.bits.draw(x)
+        if next_frame is None or epsilon is None:
+            loss, x = drawn.new_zeros(()), self.bits.put(x, drawn)
+        else:
+            real = self.bits.posterior(seen, self._standard(next_frame), at_posterior, self.timing(0))
+            loss, x = self.bits.prior_loss(x, real), self.bits.mix(x, real, drawn, epsilon).to(x.dtype)
+        return Features(value, x, self._decode(x, skips, at_ups, drop), loss)
+
+    def _encode(self, seen: Tensor, drop: bool) -> tuple[Tensor, list[Tensor]]:
+        x = linear(self.embed, seen).permute(0, 3, 1, 2)
+        x = x + self.timing(0).to(x.dtype)
+        skips = []
+        for i, (conv, norm) in enumerate(zip(self.down, self.down_norm, strict=True)):
+            skips.append(x)
+            x = F.dropout(x, DROPOUT, drop) + self.timing(i).to(x.dtype)
+            x = norm(torch.relu(convolve(conv, x)))
+        return x, skips
+
+    def _decode(self, x: Tensor, skips: list[Tensor], at_ups: list[Tensor], drop: bool) -> Tensor:
+        first, second = self.middle
+        x = torch.relu(convolve(first, F.dropout(x, MIDDLE_DROPOUT, drop)))
+        x = self.middle_norm(x + torch.relu(convolve(second, F.dropout(x, MIDDLE_DROPOUT, drop))))
+        for i, up, norm, action in zip(reversed(range(len(skips))), self.up, self.up_norm, at_ups, strict=True):
+            x = unfold(up, modulated(F.dropout(x, DROPOUT, drop), action), skips[i].shape[2:])
+            x = norm(torch.relu(x) + skips[i]) + self.timing(i).to(x.dtype)
+        return x
+
+    def timing(self, scale: int) -> Tensor:
+        return getattr(self, f"timing{scale}")
+
+    def _going(self, found: Features) -> Tensor:
+        if self.going is None:
+            return torch.full_like(found.value, 100.0)
+        return linear(self.going, found.x_mid.flatten(1))[:, 0].float()
+
+    # --- frames in and out
+
+    @property
+    def compute(self) -> torch.dtype:
+        if self.precision == "auto":
+            return torch.bfloat16 if self.embed.weight.is_cuda else self.embed.weight.dtype
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    def _standard(self, frames: Tensor) -> Tensor:
+        """Colours (batch, h, w, 3 per frame), each channel of a sample with mean 0 and deviation 1."""
+        if self.shape.pixels == "palette":
+            frames = frames if frames.ndim == 4 else frames[:, None]
+            x = F.embedding(frames.permute(0, 2, 3, 1).long().contiguous(), self.colours.float()).flatten(3) / 255
+        else:
+            x = frames.permute(0, 2, 3, 1).float() / 255
+        deviation, mean = torch.std_mean(x, (1, 2), keepdim=True)
+        return ((x - mean) / deviation.clamp(min=1 / math.sqrt(x.shape[1] * x.shape[2]))).to(self.compute)
+
+    def _pixel_logits(self, x_fin: Tensor) -> Tensor:  # (batch, h, w, palette), or (batch, h, w, 256, 3)
+        logits = linear(self.pixels, x_fin.permute(0, 2, 3, 1))
+        return logits if self.shape.pixels == "palette" else logits.unflatten(3, (256, 3))
+
+    def _pixels_last(self, frame: Tensor) -> Tensor:
+        return frame if self.shape.pixels == "palette" else frame.permute(0, 2, 3, 1)
+
+    def _frame(self, logits: Tensor) -> Tensor:
+        told = logits.argmax(3).to(torch.uint8)
+        return told if self.shape.pixels == "palette" else told.permute(0, 3, 1, 2)
+
+
+def output_padding(size: torch.Size, wanted: torch.Size) -> list[int]:
+    """What a transposed convolution that doubles the size must add to reach the wanted one."""
+    return [w - 2 * s for s, w in zip(size, wanted, strict=True)]
+
+
+def unfold(layer: Any, x: Tensor, size: torch.Size) -> Tensor:
+    weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
+    return F.conv_transpose2d(x, weight, bias, 2, 1, output_padding(x.shape[2:], size))
+
+
+def snapshot(world: World) -> World:
+    """A copy for dreams, its weights in the precision it computes with; `refresh` keeps it in step."""
+    copied = copy.deepcopy(world).requires_grad_(False)
+    return copied.to(world.compute)
+
+
+@torch.no_grad()
+def refresh(copied: World, world: World) -> None:
+    """The world's weights into the copy, in place: graphs captured with the copy stay valid."""
+    torch._foreach_copy_(list(copied.parameters()), list(world.parameters()))
+    copied.colours.copy_(world.colours)

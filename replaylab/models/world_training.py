@@ -1,0 +1,199 @@
+"""Training a world model and its reward head: one update a call, all on the device, fit for one captured CUDA graph.
+
+`WorldTrainer` walks along sequences: each call learns one step of each, then feeds the model's own prediction back
+as its newest frame, or the true frame as long as scheduled sampling says so. `RewardTrainer` trains the head alone, on
+maps that a frozen trunk made. On CUDA both compile what they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from replaylab.models.adafactor import Adafactor
+from replaylab.models.reward import focal_loss, focal_weights
+from replaylab.models.world import World
+
+
+def truth_share(update: Tensor, decay: int) -> Tensor:
+    """Scheduled sampling's epsilon: how likely the true frame is fed back; it has fallen to 0 after `decay` updates."""
+    if decay < 1:
+        return torch.zeros_like(update)
+    quarter = max(decay // 4, 1)
+    early = 0.01 ** ((quarter - update).clamp(min=0) / quarter)
+    return 1 - early * (0.01 + 0.99 * (update / decay).clamp(max=1))
+
+
+def corrupted(frames: Tensor, share: float, channels: int, values: int = 256) -> Tensor:
+    """Bytes (batch, k * channels, h, w) with a share of them replaced by the median of their frame.
+
+    A median is read off the counts of bytes not above each possible value, which needs no sorting.
+    """
+    flat = frames.unflatten(1, (-1, channels)).flatten(2)  # (batch, k, bytes of a frame)
+    levels = torch.arange(values - 1, device=frames.device).to(torch.uint8)
+    below = (flat[:, :, None] <= levels[:, None]).sum(3)  # (batch, k, values - 1)
+    median = (below < (flat.shape[2] + 1) // 2).sum(2, keepdim=True).to(frames.dtype)
+    noisy = torch.where(torch.rand(flat.shape, device=frames.device) < share, median, flat)
+    return noisy.view(frames.shape)
+
+
+class WorldTrainer:
+    """Batches hold `frames` (batch, stack, h, w), `actions`, `next_frames`, `values` (NaN: unknown), `continues`,
+    `rewards`, and `first`: (batch,) booleans, true where a sequence begins and the real frames are taken up.
+    (In rgb frames are (batch, 3 stack, h, w) and next frames (batch, 3, h, w).)"""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        online: bool = False,  # learn rewards here too
+        noise: float = 0.05,
+        decay: int = 22_250,
+        rollout: int = 50,
+        max_norm: float = 1.0,
+        compile: bool | None = None,
+    ):
+        self.world, self.online, self.noise, self.decay, self.rollout = world, online, noise, decay, rollout
+        self.device = world.embed.weight.device
+        compile = self.device.type == "cuda" if compile is None else compile
+        # the reward head stands still unless `online`: it then has no gradient here
+        self.optimizers = {"world": Adafactor(world.parameters(), max_norm=max_norm, compile=compile)}
+        self.loss: Callable[..., dict[str, Tensor]] = wrapped(world.world_loss, compile)
+        self.corrupt: Callable[..., Tensor] = wrapped(corrupted, compile)
+        palette = world.shape.pixels == "palette"
+        self.channels, self.values = (1, world.shape.palette) if palette else (3, 256)
+        self.done = torch.zeros((), device=self.device)  # updates so far
+        self.context: Tensor | None = None  # what the model sees: true and own frames
+        self.class_weights: Tensor | None = None
+
+    def use_focal_loss(self, counts: Tensor) -> None:
+        """Counts of rewards -1, 0, 1 so far: from now on weigh the online reward loss by them."""
+        weights = focal_weights(counts).to(self.device)
+        self.class_weights = weights if self.class_weights is None else self.class_weights.copy_(weights)
+
+    def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One step along the sequences; metrics of shape (1,)."""
+        frames, channels = batch["frames"], self.channels
+        if self.context is None or self.context.shape != frames.shape:
+            self.context = torch.zeros_like(frames)
+        first = batch["first"][:, None, None, None]
+        context = torch.where(first, self._noisy(frames), self.context)
+        epsilon = truth_share(self.done - self.done % self.rollout, self.decay)
+        found = self._learn(context, batch, epsilon)
+        own, true = (f.reshape(len(f), channels, *f.shape[-2:]) for f in (found["next_frame"], batch["next_frames"]))
+        told = torch.rand(len(first), 1, 1, 1, device=self.device) < epsilon
+        newest = self._noisy(torch.where(told, true, own))
+        self.context.copy_(torch.cat([context[:, channels:], newest], 1))
+        return self._metrics(found, epsilon)
+
+    def update_teacher(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One update on true frames only, which need no order: for large batches while epsilon is near 1."""
+        epsilon = truth_share(self.done - self.done % self.rollout, self.decay)
+        return self._metrics(self._learn(self._noisy(batch["frames"]), batch, epsilon), epsilon)
+
+    def step(
+        self,
+        frames: Tensor,  # (batch, stack + steps, h, w); rgb: (batch, 3 (stack + steps), h, w)
+        actions: Tensor,  # (batch, steps), as all that follow
+        values: Tensor,
+        continues: Tensor,
+        time: Tensor,  # (1,) which step; 0 begins the sequence
+        rewards: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """`update` for whoever holds whole sequences: picks the step's own rows on the device."""
+        seen = self.world.shape.stack * self.channels
+        rows = time * self.channels + torch.arange(seen + self.channels, device=self.device)
+        window = frames.index_select(1, rows)
+        names = {"actions": actions, "values": values, "continues": continues, "rewards": rewards}
+        batch = {k: v.index_select(1, time)[:, 0] for k, v in names.items() if v is not None}
+        following = window[:, seen:] if self.channels == 3 else window[:, seen]
+        first = (time == 0).expand(len(frames))
+        return self.update(batch | {"frames": window[:, :seen], "next_frames": following, "first": first})
+
+    def _noisy(self, frames: Tensor) -> Tensor:
+        return self.corrupt(frames, self.noise, self.channels, self.values)
+
+    def _learn(self, context: Tensor, batch: dict[str, Tensor], epsilon: Tensor) -> dict[str, Tensor]:
+        optimizer = self.optimizers["world"]
+        optimizer.zero_grad(set_to_none=True)
+        found = self.loss(
+            context,
+            batch["actions"],
+            batch["next_frames"],
+            batch["values"],
+            batch["continues"],
+            epsilon,
+            batch["rewards"] if self.online else None,
+            self.class_weights,
+        )
+        found["loss"].backward()
+        optimizer.step()
+        self.done += 1
+        return found
+
+    def _metrics(self, found: dict[str, Tensor], epsilon: Tensor) -> dict[str, Tensor]:
+        told = found | {"grad_norm": self.optimizers["world"].norm, "epsilon": epsilon}
+        return {name: value.detach().view(1) for name, value in told.items() if name != "next_frame"}
+
+    def training_state(self) -> dict[str, Tensor]:
+        context = {} if self.context is None else {"context": self.context}
+        weights = {} if self.class_weights is None else {"class_weights": self.class_weights}
+        return {"done": self.done, **context, **weights}
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        self.done.copy_(state["done"])
+        for name in ("context", "class_weights"):
+            setattr(self, name, state[name].to(self.device) if name in state else None)
+
+
+class RewardTrainer:
+    """Batches hold `frames`, `actions` and `rewards` (-1, 0, 1). `trunk`, for example the dreams' snapshot of the
+    world, makes the maps; the head that learns is the world's own."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        trunk: World | None = None,
+        focal: bool = False,
+        max_norm: float = 1.0,
+        compile: bool | None = None,
+    ):
+        self.world, self.device, self.focal = world, world.embed.weight.device, focal
+        compile = self.device.type == "cuda" if compile is None else compile
+        self.features = wrapped((trunk or world).reward_features, compile)
+        self.loss = wrapped(self._loss, compile)
+        parameters = list(world.reward.parameters())
+        self.optimizers = {"reward": Adafactor(parameters, max_norm=max_norm, compile=compile)}
+        self.class_weights = torch.ones(3, device=self.device)
+
+    def set_counts(self, counts: Tensor) -> None:
+        """Counts of rewards -1, 0, 1 in the replay, for the focal loss."""
+        self.class_weights.copy_(focal_weights(counts))
+
+    def _loss(self, x_mid: Tensor, x_fin: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.world.reward_logits(x_mid, x_fin, train=True)
+        loss = focal_loss(logits, classes, self.class_weights) if self.focal else F.cross_entropy(logits, classes)
+        return loss, (logits.argmax(1) == classes).float().mean()
+
+    def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        maps = self.features(batch["frames"], batch["actions"])
+        self.optimizers["reward"].zero_grad(set_to_none=True)
+        loss, accuracy = self.loss(*maps, batch["rewards"].long() + 1)
+        loss.backward()
+        self.optimizers["reward"].step()
+        return {"loss": loss.detach().view(1), "accuracy": accuracy.view(1)}
+
+    def training_state(self) -> dict[str, Tensor]:
+        return {"class_weights": self.class_weights}
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        self.class_weights.copy_(state["class_weights"])
+
+
+def wrapped(function: Callable[..., Any], compile: bool) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False) if compile else function

@@ -1,0 +1,164 @@
+"""MBARC in the report: a film of dream and reality, what the reward model sees, where real steps and time went."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replaylab import charts
+from replaylab.page import Html, count, duration, escape, grid, number, table
+from replaylab.results import Run, finite
+
+BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # a file may hold anything
+LARGEST_FILM = 20 << 20
+REWARDS = ("-1", "0", "+1")
+
+
+def sections(run: Run) -> list[tuple[str, Html]]:
+    parts = [("Dream and reality", _dream), ("Reward model", _reward), ("Real steps and time", _ledger)]
+    found = []
+    for title, show in parts:
+        try:
+            body = show(run)
+        except BROKEN:
+            body = charts.nothing("What the run found is not readable.")
+        if body:
+            found.append((title, body))
+    return found
+
+
+def _epochs(run: Run, phase: str) -> list[dict[str, Any]]:
+    found = run.info.get("findings")
+    found = found.get(phase) if isinstance(found, dict) else None
+    listed = found.get("epochs") if isinstance(found, dict) else None
+    return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+
+
+def _held_out(run: Run) -> list[tuple[int, dict[str, Any]]]:
+    """(epoch, what was measured) where something was."""
+    return [(i, e["held_out"]) for i, e in enumerate(_epochs(run, "world")) if isinstance(e.get("held_out"), dict)]
+
+
+# --- the film
+
+
+def _dream(run: Run) -> Html:
+    measured = _held_out(run)
+    chart = Html("")
+    if measured:
+        chart = charts.lines(
+            "Next frames told right",
+            [
+                _curve("all pixels", measured, "pixels", 0),
+                _curve("pixels that changed", measured, "changed_pixels", 1),
+                _curve("whole frames", measured, "frames", 2),
+            ],
+            x_label="epoch",
+            caption="Share, on the steps that the next epoch collected, before anything was trained on them.",
+        )
+    film = _film(run.path / "media" / "dream.gif")
+    return Html(film + (grid([chart]) if chart else "")) if film or chart else Html("")
+
+
+def _film(path: Path) -> Html:
+    if not path.is_file() or path.stat().st_size > LARGEST_FILM:
+        return Html("")
+    data = path.read_bytes()
+    if not data.startswith((b"GIF87a", b"GIF89a")):
+        return Html("")
+    source = f"data:image/gif;base64,{base64.b64encode(data).decode()}"
+    return Html(
+        f'<figure><img alt="reality left, dream right" src="{source}">'
+        "<figcaption>Left what happened, right what the world model dreams from the same four frames with the same "
+        "actions. A green bar: a reward; a red one: a negative reward.</figcaption></figure>"
+    )
+
+
+def _curve(name: str, measured: list[tuple[int, dict[str, Any]]], key: str, style: int) -> charts.Series:
+    values = [_number(found.get(key)) for _, found in measured]
+    return charts.Series(name, np.array([float(i) for i, _ in measured]), np.array(values), style=style)
+
+
+def _number(value: Any) -> float:
+    known = finite(value)
+    return float("nan") if known is None else known
+
+
+# --- rewards
+
+
+def _reward(run: Run) -> Html:
+    measured = _held_out(run)
+    if not measured:
+        return Html("")
+    epoch, last = measured[-1]
+    matrix = [[int(cell) for cell in row] for row in last["confusion"]]
+    head = ["Reward", *(f"told {name}" for name in REWARDS), "Recall", "Precision"]
+    rows = []
+    for i, name in enumerate(REWARDS):
+        told, true = sum(row[i] for row in matrix), sum(matrix[i])
+        rates = [_percent(matrix[i][i], whole) for whole in (true, told)]
+        rows.append([name, *(f"{cell:,}" for cell in matrix[i]), *rates])
+    strategy = escape(run.config.get("strategy"))
+    note = (
+        f'<p class="note">Strategy {strategy}. The {count(int(last["steps"]), "step")} that epoch {epoch} collected, '
+        "judged before anything was trained on them.</p>"
+    )
+    curves = [
+        charts.lines(
+            f"Steps with reward {sign}: {kind}",
+            [_rates("", measured, name, kind)],
+            x_label="epoch",
+        )
+        for sign, name in (("+1", "positive"), ("-1", "negative"))
+        for kind in ("recall", "precision")
+        if any(_count(found, name) for _, found in measured)
+    ]
+    return Html(table(head, rows) + note + (grid(curves) if curves else ""))
+
+
+def _count(found: dict[str, Any], name: str) -> float:
+    known = finite(found["classes"][name]["count"])
+    return known or 0.0
+
+
+def _rates(label: str, measured: list[tuple[int, dict[str, Any]]], name: str, kind: str) -> charts.Series:
+    values = [_number(found["classes"][name][kind]) for _, found in measured]
+    return charts.Series(label, np.array([float(i) for i, _ in measured]), np.array(values))
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "–"
+
+
+# --- real steps, seconds
+
+
+def _ledger(run: Run) -> Html:
+    world, reward, policy = (_epochs(run, phase) for phase in ("world", "reward", "policy"))
+    if not world:
+        return Html("")
+    rows = []
+    for i, entry in enumerate(world):
+        ledger, collected = entry["ledger"], entry["collected"]
+        seconds = [duration(_seconds(phase, i)) for phase in (world, reward, policy)]
+        mean = collected.get("mean_return")
+        games = f"{number(mean)} ({collected.get('episodes')})" if mean is not None else "–"
+        rows.append([i, number(ledger["recorded"]), number(ledger["frames"]), games, *seconds])
+    last = world[-1]["ledger"]
+    total = sum(filter(None, (_seconds(phase, i) for phase in (world, reward, policy) for i in range(len(phase)))))
+    head = ["Epoch", "Real steps", "Real frames", "Mean return (games)", "World model", "Reward model", "Policy"]
+    return Html(
+        table(head, rows)
+        + f'<p class="note">{number(last["recorded"])} real steps were recorded, of {number(last["budget"])} allowed; '
+        f"{count(int(last['resets']), 'reset')} cost {number(last['reset_frames'])} frames more. Returns are the "
+        "game's own score, of games that ended while steps were collected. The world model's time includes collecting. "
+        f"{duration(total)} in all phases.</p>"
+    )
+
+
+def _seconds(epochs: list[dict[str, Any]], i: int) -> float | None:
+    return finite(epochs[i].get("seconds")) if i < len(epochs) else None

@@ -1,0 +1,464 @@
+"""MBARC: the replay, the dream, the counts of the loop, and whole tiny runs."""
+
+import json
+import signal
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("ale_py")
+import replaylab
+from replaylab.algos import mbarc
+from replaylab.config import resolve
+from replaylab.data.frames import FrameReplay
+from replaylab.envs.atari_rgb import PALETTE, Recorder
+from replaylab.errors import DataError, UsageError
+from replaylab.models import dream as dreams
+from replaylab.models.dream import Dream
+from replaylab.models.world import Prediction
+from replaylab.run import RunFolder
+from replaylab.step import Stepper
+from replaylab.tensors import load_tensors
+
+CPU = torch.device("cpu")
+TINY = {
+    "epochs": 2, "random_steps": 24, "collect_steps": 16, "world_steps": 4, "world_first": 1, "reward_steps": 3,
+    "rollout": 5, "ppo_updates": 2, "final_episodes": 0, "device": "cpu",
+}  # fmt: skip
+
+
+# --- the replay
+
+
+def frame(number):
+    return np.full((2, 3), number, np.uint8)
+
+
+def play(replay, lane, first, steps, terminal=True):
+    """A game whose frames are numbered: three that filled the stack, the first one shown, one a step."""
+    assert replay.begin(lane, np.stack([frame(first + i) for i in range(4)]))
+    for i, reward in enumerate(steps):
+        last = terminal and i == len(steps) - 1
+        replay.add(lane, i % 3, reward, frame(first + 4 + i), last, False)
+
+
+def small_replay(**options):
+    replay = FrameReplay(2, 40, (2, 3), CPU, gamma=0.5, **options)
+    play(replay, 0, 0, [0, -7, 0, 4])  # rows 3..6 of lane 0; ends on row 7
+    play(replay, 0, 20, [1, 1], terminal=False)  # rows 11, 12; cut off on row 13
+    play(replay, 1, 50, [0, 0, 0, 0, 0, -1], terminal=False)  # rows 43..48
+    replay.commit()
+    return replay
+
+
+def test_values_go_back_to_the_seam_and_survive_minus_one():
+    replay = small_replay()
+    assert replay.rewards[3:7].tolist() == [0, -1, 0, 1]  # signs
+    # v = r + v' / 2 from the end: 1, 0.5, -0.75, -0.375; the next game does not leak in
+    assert replay.values[3:7].tolist() == [-0.375, -0.75, 0.5, 1.0]
+    assert replay.values[11:13].tolist() == [1.5, 1.0]
+    assert replay.values[43:49].tolist() == [-(0.5**k) for k in (5, 4, 3, 2, 1, 0)]
+    assert replay.values[[0, 7, 8, 13, 49]].tolist() == [0] * 5  # rows without a step
+    original = small_replay(terminal_reward=False)
+    assert original.values[3:7].tolist() == [-0.5, -1.0, 0.0, 0.0]  # the last reward of a game never enters
+    assert original.values[11:13].tolist() == [1.5, 1.0]
+
+
+def test_stacks_and_next_frames_stay_inside_a_game():
+    replay = small_replay()
+    rows = torch.tensor([3, 6, 11, 12, 48])
+    assert replay.stacks(rows)[:, :, 0, 0].tolist() == [
+        [0, 1, 2, 3], [3, 4, 5, 6], [20, 21, 22, 23], [21, 22, 23, 24], [55, 56, 57, 58],
+    ]  # fmt: skip
+    assert replay.next_frames(rows)[:, 0, 0].tolist() == [4, 7, 24, 25, 59]
+    batch = replay.batch(rows)
+    assert batch["continues"].tolist() == [1, 0, 1, 1, 1] and batch["actions"].tolist() == [0, 0, 0, 1, 2]
+    assert batch["rewards"].tolist() == [0, 1, 1, 1, -1]
+    assert sorted(replay.steps.rows[: replay.steps.count].tolist()) == [*range(3, 7), 11, 12, *range(43, 49)]
+    assert replay.starts.rows[: replay.starts.count].tolist() == [3, 11, 43]
+    torch.manual_seed(0)
+    drawn = replay.steps.draw(12_000)
+    counts = torch.bincount(drawn, minlength=80)[[*range(3, 7), 11, 12, *range(43, 49)]]
+    assert counts.sum() == 12_000 and (counts - 1000).abs().max() < 120  # nothing else, all alike
+
+
+def test_windows_stay_inside_a_segment_or_fall_back_to_the_longest():
+    replay = small_replay()
+    assert [rows.tolist() for rows in replay.windows(4)[:1]] == [[3, 43, 44, 45]]
+    assert replay.windows(4, terminals=False)[0].tolist() == [43, 44, 45]
+    rows, length = replay.windows(50)
+    assert (rows.tolist(), length) == ([43], 6)
+    only = FrameReplay(1, 20, (2, 3), CPU)
+    play(only, 0, 0, [1])  # a game of one step
+    only.commit()
+    assert only.windows(50)[1] == 1 and only.windows(50, terminals=False)[1] == 0
+
+
+def test_a_game_that_goes_on_in_the_next_epoch_has_no_seam():
+    replay = small_replay()
+    before = len(replay)
+    replay.add(0, 2, 1, frame(26), True, False)
+    replay.commit()
+    assert replay.fresh.tolist() == [13] and len(replay) == before + 1
+    assert replay.values[11:14].tolist() == [1.75, 1.5, 1.0] and replay.ahead[11:14].tolist() == [3, 2, 1]
+    assert replay.segments[11:15].tolist() == [1] * 4 and replay.terminal[13]
+
+
+def test_replay_saved_and_put_back():
+    replay = small_replay()
+    other = FrameReplay(2, 40, (2, 3), CPU, gamma=0.5)
+    other.load_state(replay.state())
+    for r in (replay, other):
+        r.add(1, 1, 1, frame(60), True, False)
+        r.commit()
+    for name in ("frames", "actions", "rewards", "segments", "valid", "terminal", "values", "ahead"):
+        assert torch.equal(getattr(replay, name), getattr(other, name)), name
+    assert torch.equal(replay.steps.rows, other.steps.rows) and replay.fresh.tolist() == other.fresh.tolist()
+    assert not replay.begin(0, np.zeros((40, 2, 3), np.uint8))  # no room
+
+
+# --- the real games and their budget
+
+
+def recorder(budget, strict, games=2):
+    from replaylab import envs
+
+    env = envs.make_vec("atari-rgb/pong", games)
+    replay = FrameReplay(games, 200, (53, 40), CPU)
+    return Recorder(env, replay, budget, strict=strict, shrink=2, seed=0), env, replay
+
+
+def test_the_budget_is_never_exceeded(monkeypatch):
+    from replaylab.envs import atari_rgb
+
+    monkeypatch.setattr(atari_rgb, "MAX_STEPS", 7)  # many resets
+    for strict in (False, True):
+        played, env, replay = recorder(100, strict)
+        found = played.collect(400, lambda seen: np.array([1, 2]))
+        replay.commit()
+        ledger = played.ledger
+        spent = ledger["recorded"] + (-(-ledger["reset_frames"] // 4) if strict else 0)
+        assert spent <= 100 and found["steps"] == len(replay) == ledger["recorded"]
+        assert spent > 100 - 2 * (env.reset_cost + 1)  # and it is used
+        assert ledger["frames"] == 4 * ledger["recorded"] + ledger["reset_frames"]
+        assert replay.truncated.sum() == found["episodes"] == 2 * (ledger["recorded"] // 14)
+    # to start both games may take 7 steps' worth of frames each: (8 idle + FIRE and the next + three idle steps) / 4
+    assert [recorder(n, True)[0].collect(2, lambda seen: np.array([1, 2]))["steps"] for n in (15, 16)] == [0, 2]
+    stack = replay.stacks(replay.starts.rows[:1])[0].numpy()
+    env.reset(seed=[10_000, 10_001])
+    assert (stack == env.showing[0, :, ::2, ::2]).all()
+
+
+# --- the dream
+
+
+class Stub:
+    """A world in which the next frame is the newest plus the action, and action 2 ends the game."""
+
+    shape = SimpleNamespace(pixels="palette", stack=4)
+    colours = torch.tensor(PALETTE, dtype=torch.float32)
+
+    def predict(self, frames, actions):
+        following = frames[:, -1] + actions[:, None, None].to(torch.uint8)
+        going = torch.where(actions == 2, 0.1, 0.9)
+        return Prediction(following, (actions == 1).float(), torch.zeros(len(actions), 3), 10.0 + 0 * going, going)
+
+
+def test_dream_is_a_vector_environment():
+    torch.manual_seed(0)
+    replay = small_replay()
+    dream = Dream(Stub(), replay, 16, 3, from_start=1)
+    seen, infos = dream.reset()
+    assert seen.shape == (16, 4, 2, 3) and infos == {}
+    before = seen.clone()
+    actions = torch.tensor([0, 1] * 8)
+    seen, rewards, terminated, truncated, infos = dream.step(actions)
+    assert (seen[:, :3] == before[:, 1:]).all() and not terminated.any() and not truncated.any()
+    assert (seen[:, 3] == before[:, 3] + actions[:, None, None]).all() and rewards.tolist() == [0.0, 1.0] * 8
+    before = seen.clone()
+    seen, _, terminated, truncated, infos = dream.step(torch.full((16,), 2))
+    assert terminated.all() and (infos["final_obs"][:, 3] == before[:, 3] + 2).all()
+    real = {tuple(replay.stacks(row)[:, 0, 0].tolist()) for row in replay.steps.rows[: replay.steps.count]}
+    assert all(tuple(stack[:, 0, 0].tolist()) in real for stack in seen)  # put into real states at once
+    _, _, terminated, truncated, _ = dream.step(torch.zeros(16, dtype=torch.int64))
+    assert truncated.all() and not terminated.any()  # cut off, not ended
+    dream.reset()
+    assert not dream.step(torch.zeros(16, dtype=torch.int64))[3].any()
+
+
+def test_one_dream_in_sixteen_begins_with_a_game():
+    torch.manual_seed(0)
+    replay = small_replay()
+    dream = Dream(Stub(), replay, 16, 3, from_start=1)
+    starts, others = set(), set()
+    for _ in range(100):
+        seen, _ = dream.reset()
+        starts.add(int(seen[15, 3, 0, 0]))
+        others |= set(seen[:15, 3, 0, 0].tolist())
+    assert starts == {3, 23, 53}
+    assert others == {*range(3, 7), 23, 24, *range(53, 59)}
+
+
+def test_judged_on_real_steps():
+    replay = small_replay()
+    found = dreams.judge(Stub(), replay, np.array([3, 4, 11, 12, 43, 48]))
+    # frames: always one more; actions 0 1 0 1 0 2, so told rewards 0 1 0 1 0 0; true ones 0 -1 1 1 0 -1
+    assert found["confusion"] == [[0, 1, 1], [0, 2, 0], [0, 1, 1]] and found["steps"] == 6
+    assert found["classes"]["positive"] == {"precision": 0.5, "recall": 0.5, "count": 2}
+    assert found["frames"] == pytest.approx(2 / 6) == found["pixels"] == found["changed_pixels"]
+
+
+def test_film_shows_reality_and_dream_side_by_side():
+    Image = pytest.importorskip("PIL.Image")
+    import io
+
+    replay = small_replay()
+    scene = dreams.exciting_scene(Stub(), replay, 6)
+    assert scene["real"][:, 0, 0].tolist() == [54, 55, 56, 57, 58, 59]
+    assert scene["dream"][:, 0, 0].tolist() == [53, 54, 56, 56, 57, 59]  # the same actions: 0 1 2 0 1 2
+    assert scene["real_rewards"].tolist() == [0, 0, 0, 0, 0, -1]
+    assert scene["dream_rewards"].tolist() == [0, 1, 0, 0, 1, 0]
+    picture = Image.open(io.BytesIO(dreams.film(scene, PALETTE, scale=2)))
+    assert picture.size == (2 * (3 + 2 + 3), 2 * (2 + 3))
+    shown = np.asarray(picture.convert("RGB")).astype(int)
+    assert abs(shown[0, 0] - PALETTE[54]).max() < 8 and abs(shown[0, 12] - PALETTE[53]).max() < 8
+
+
+# --- the loop's counts
+
+
+def config_of(preset, **settings):
+    options = {k: v for k, v in mbarc.PRESETS[preset].items() if k in mbarc.Config.__dataclass_fields__}
+    return resolve([mbarc.Config], [(preset, options), ("test", settings)])[0]
+
+
+def test_paper_counts():
+    counts = mbarc.counters(config_of("paper"))
+    assert counts == {
+        "world": 255_000, "reward": 22_500, "policy": 19_000, "dream_calls": 950_000, "gradients": 380_000,
+        "real_steps": 102_400,
+    }  # fmt: skip
+    policy = [epoch["policy"] for epoch in mbarc.plan(config_of("paper"))]
+    assert policy == [1000] * 7 + [2000] + [1000] * 3 + [2000] + [1000] * 2 + [3000]
+    assert [e["world"] for e in mbarc.plan(config_of("paper"))] == [45_000] + [15_000] * 14
+    for strategy, updates in (("online", 0), ("class-balanced", 450), ("square-root", 475), ("progressive", 1000)):
+        assert mbarc.plan(config_of("paper", strategy=strategy))[3]["reward"] == updates
+    assert mbarc.counters(config_of("fast"))["real_steps"] == 102_400
+
+
+def make_agent(seeds=(0,), **settings):
+    known = mbarc.Config.__dataclass_fields__
+    config = config_of("debug", **{k: v for k, v in (TINY | settings).items() if k in known})
+    env_id = mbarc.environment("atari/boxing")
+    return mbarc.Agent(config, mbarc.spaces(env_id), list(seeds), CPU), env_id
+
+
+def test_wrong_settings_are_told_in_one_line():
+    with pytest.raises(UsageError, match="one seed a run"):
+        make_agent(seeds=(0, 1))
+    with pytest.raises(UsageError, match="56 real steps are planned, the budget is 50"):
+        make_agent(budget=50)
+    with pytest.raises(UsageError, match="multiple of games"):
+        make_agent(collect_steps=15)
+    with pytest.raises(UsageError, match="did you mean 'freeway'"):
+        mbarc.environment("atari/freewya")
+    with pytest.raises(UsageError, match="atari/GAME"):
+        mbarc.environment("d4rl/hopper")
+    assert mbarc.environment("atari/BankHeist,pool=max") == "atari-rgb/bank_heist,pool=max"
+
+
+def test_out_of_memory_names_the_setting(monkeypatch):
+    agent, env_id = make_agent()
+    world, _, policy, *_ = agent.phases(env_id)
+
+    def burst(*args):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(agent.world_trainer, "update", burst)
+    world.begin()
+    with pytest.raises(UsageError, match="world model: lower --world-batch or --hidden"):
+        world.update({"step": torch.tensor([0])})
+    monkeypatch.setattr(agent.dream, "predict", burst)
+    with pytest.raises(UsageError, match="lower --agents"):
+        policy.hook(0)
+
+
+def test_sequences_are_walked_along_and_redrawn_at_their_end(monkeypatch):
+    agent, env_id = make_agent(random_steps=100, rollout=5)
+    phase = agent.phases(env_id)[0]
+    phase.begin()
+    batches = []
+    monkeypatch.setattr(agent.world_trainer, "update", lambda batch: batches.append(batch) or {})
+    rows = []
+    for _ in range(12):
+        phase.update({})
+        rows.append(agent.walk["rows"].clone() - 1)
+    assert batches[0]["first"].all()
+    lengths = [[] for _ in range(4)]
+    for t in range(1, 12):
+        first = batches[t]["first"]
+        assert (rows[t][~first] == rows[t - 1][~first] + 1).all()
+        for i in range(4):
+            lengths[i].append(bool(first[i]))
+    for i in range(4):  # a staggered start, then whole sequences unless a game was cut off before
+        where = [t + 1 for t, first in enumerate(lengths[i]) if first]
+        assert where[0] <= 5 and all(b - a <= 5 for a, b in pairwise(where))
+    assert agent.replay.valid[torch.stack(rows)].all()
+    assert torch.equal(batches[3]["frames"], agent.replay.stacks(rows[3]))
+    assert torch.equal(batches[3]["next_frames"], agent.replay.next_frames(rows[3]))
+
+
+def test_too_short_games_are_explained_not_waited_for():
+    agent, env_id = make_agent(rollout=30, games=2, fidelity="original")
+    agent.phases(env_id)[0].begin()  # 20 steps of each game
+    assert "no game went on for 30 steps" in agent.notes[0] and "have 20 at most" in agent.notes[0]
+    assert agent.longest == 20
+
+
+def test_policy_learns_from_the_dream_with_its_own_value_added_once():
+    agent, env_id = make_agent(agents=3, from_start=1, rollout=4, fidelity="improved")
+    phases = agent.phases(env_id)
+    phases[0].begin()
+    stub = Stub()
+    agent.dream.predict = lambda frames, actions: stub.predict(frames, actions * 0 + 1)
+    phases[2].hook(0)
+    assert agent.ppo.rewards.tolist() == [[1.0] * 3] * 4 and not agent.ppo.ended.any()
+    assert torch.equal(agent.ppo.observations[-1], agent.dream.stacks)
+    agent.original = True
+    phases[2].hook(1)
+    assert agent.ppo.rewards.tolist() == [[1.0] * 3] * 3 + [[11.0] * 3]  # the original adds the world's value too
+
+
+# --- whole runs
+
+
+def run_tiny(path, resume=False, **settings):
+    return replaylab.train("mbarc", env="atari/boxing", preset="debug", out=path, resume=resume, **TINY | settings)
+
+
+def weights(path):
+    last = RunFolder(path).checkpoints()[-1]
+    training = load_tensors(last / "training.safetensors")
+    training.pop("agent.log")  # holds seconds
+    return load_tensors(last / "weights.safetensors") | training
+
+
+def test_interrupted_anywhere_it_ends_the_same(tmp_path, monkeypatch):
+    run_tiny(tmp_path / "whole")
+    info = json.loads((tmp_path / "whole/run.json").read_text())
+    assert (tmp_path / "whole/media/dream.gif").read_bytes()[:4] == b"GIF8"
+    world = info["findings"]["world"]["epochs"]
+    assert [w["ledger"]["recorded"] for w in world] == [40, 56] and world[1]["held_out"]["steps"] == 16
+    assert len(info["findings"]["policy"]["epochs"]) == 2
+    run = Stepper.run
+    done = 0
+
+    def stopped_now_and_then(self, start, steps):
+        nonlocal done
+        run(self, start, steps)
+        done += steps
+        if done in (2, 6, 8, 12, 15):  # in world, reward, policy, world, reward
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Stepper, "run", stopped_now_and_then)
+    stops = 0
+    for _ in range(10):
+        try:
+            run_tiny(tmp_path / "parts", resume=stops > 0)
+            break
+        except replaylab.errors.ReplaylabError as error:
+            assert "resume" in str(error)
+            stops += 1
+    assert stops >= 4
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert whole.keys() == parts.keys()
+    for name in whole:
+        assert torch.equal(whole[name], parts[name]), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "online", "pixels": "rgb", "focal": True},
+        {"strategy": "progressive", "fidelity": "original", "reward_head": "simple"},
+        {"strategy": "mbarc", "classes": "lead-up", "focal": True, "continue_head": False},
+    ],
+)
+def test_every_way_of_training_runs(tmp_path, settings):
+    run_tiny(tmp_path / "run", **settings, epochs=1)
+    found = json.loads((tmp_path / "run/run.json").read_text())["findings"]
+    assert ("reward" in found) == (settings["strategy"] != "online")
+
+
+def test_seeds_differ_and_repeat():
+    first, again, other = (make_agent(seeds=(s,))[0] for s in (0, 0, 1))
+    a, b, c = (torch.cat([p.flatten() for p in x.parameters()]) for x in (first, again, other))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_acting_follows_the_temperature():
+    from dataclasses import replace
+
+    agent, _ = make_agent()
+    seen = torch.randint(128, (1, 5, 4, 105, 80), dtype=torch.uint8)
+    with torch.no_grad():
+        agent.policy.heads.policy.bias[3] = 2.0
+        torch.manual_seed(0)
+        drawn = torch.cat([agent.act(seen)[0] for _ in range(40)])
+        agent.config = replace(agent.config, eval_temperature=0.0)
+        best = agent.act(seen)[0]
+    assert best.shape == (1, 5) and (best == 3).all() and 0 < (drawn != 3).float().mean() < 0.6
+
+
+def test_nothing_collected_is_an_error():
+    agent, env_id = make_agent()
+    agent.phases(env_id)
+    with pytest.raises(DataError, match="nothing was collected"):
+        agent._lay_out()
+
+
+# --- the report
+
+
+def report_run(tmp_path, findings, film=b"GIF89a film"):
+    from replaylab.results import Run
+
+    (tmp_path / "media").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "media/dream.gif").write_bytes(film)
+    return Run(tmp_path, "run", {"system": "mbarc", "strategy": "<b>"}, {"findings": findings}, [], [])
+
+
+def test_report_sections(tmp_path):
+    from replaylab.sections.mbarc import sections
+
+    judged = dreams.judge(Stub(), small_replay(), np.array([3, 4, 11, 12, 43, 48]))
+    ledger = {"recorded": 64, "budget": 102_400, "frames": 300, "reset_frames": 44, "resets": 2}
+    collected = {"steps": 64, "episodes": 3, "mean_return": -7.25, "seconds": 1.0}
+    world = [{"epoch": i, "ledger": ledger, "collected": collected, "seconds": 70.0} for i in range(2)]
+    world[1]["held_out"] = judged
+    phases = {"world": {"epochs": world}, "reward": {"epochs": [{"seconds": 9.0}]}, "policy": {"epochs": []}}
+    found = dict(sections(report_run(tmp_path, phases)))
+    assert list(found) == ["Dream and reality", "Reward model", "Real steps and time"]
+    assert '<img alt="reality left, dream right" src="data:image/gif;base64,' in found["Dream and reality"]
+    rewards = found["Reward model"]
+    assert "&lt;b&gt;" in rewards and "<b>" not in rewards and "50.0 %" in rewards and "6 steps" in rewards
+    assert "-7.25 (3)" in found["Real steps and time"] and "1 min 10 s" in found["Real steps and time"]
+    assert "102.4k" in found["Real steps and time"] and "2 resets" in found["Real steps and time"]
+
+
+@pytest.mark.parametrize(
+    "findings",
+    [
+        None, [], {"world": 3}, {"world": {"epochs": "x"}}, {"world": {"epochs": [{"held_out": {}}]}},
+        {"world": {"epochs": [{"ledger": {"recorded": "<i>"}, "collected": None, "held_out": {"confusion": [[1]]}}]}},
+    ],
+)  # fmt: skip
+def test_report_survives_anything(tmp_path, findings):
+    from replaylab.sections.mbarc import sections
+
+    for film in (b"", b"<script>", b"GIF89a"):
+        for _, body in sections(report_run(tmp_path, findings, film)):
+            assert "<script" not in body and "<i>" not in body
