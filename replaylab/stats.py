@@ -1,4 +1,4 @@
-"""Statistics of scores: mean with its error, interquartile mean, stratified bootstrap intervals.
+"""Statistics of scores: mean with its error, interquartile mean, bootstrap intervals; aggregates over many tasks.
 
 The question behind every number here is "what would change if the experiment were run again?". So the unit is the
 thing that would be drawn again: with several seeds a seed (its mean over episodes counts once, however many episodes
@@ -99,3 +99,113 @@ def summarize_scores(scores: Scores, *, confidence: float = 0.95, seed: int = 0)
     numbers = {"mean": average, "error": error, "iqm": float(iqm(values)), "low": low, "high": high}
     known = {name: value if np.isfinite(value) else None for name, value in numbers.items()}
     return known | {"unit": unit, "seeds": len(scores), "episodes": sum(np.size(s) for s in scores)}
+
+
+# --- many tasks: every task counts alike, and seeds are resampled within their task
+
+Tasks = Sequence[Any]  # for each task one score a seed; tasks may differ in how many seeds they have
+
+
+def median(values: Any) -> np.ndarray:
+    return np.median(np.asarray(values, np.float64), -1)
+
+
+def optimality_gap(values: Any, goal: float = 100.0) -> np.ndarray:
+    """How far below `goal` a score lies on average; what is above it makes up for nothing."""
+    return np.clip(goal - np.asarray(values, np.float64), 0, None).mean(-1)
+
+
+def _pooled_iqm(tasks: Sequence[np.ndarray]) -> np.ndarray:
+    """Interquartile mean of all seeds of all tasks. A seed owns 1 / (its task's seeds) of the mass of its task."""
+    weights = np.concatenate([np.full(t.shape[-1], 1 / (len(tasks) * t.shape[-1])) for t in tasks])
+    values = np.concatenate(tasks, -1)
+    order = np.argsort(values, -1)
+    ends = np.cumsum(weights[order], -1)
+    inside = np.clip(np.minimum(ends, 0.75) - np.maximum(ends - weights[order], 0.25), 0, None)
+    return (np.take_along_axis(values, order, -1) * inside).sum(-1) / inside.sum(-1)
+
+
+def _task_means(tasks: Sequence[np.ndarray]) -> np.ndarray:
+    return np.stack([t.mean(-1) for t in tasks], -1)
+
+
+# each takes for every task an array whose last axis is the seeds
+AGGREGATES: dict[str, Callable[[Sequence[np.ndarray]], np.ndarray]] = {
+    "iqm": _pooled_iqm,
+    "median": lambda tasks: median(_task_means(tasks)),
+    "mean": lambda tasks: mean(_task_means(tasks)),
+    "gap": lambda tasks: np.stack([optimality_gap(t) for t in tasks], -1).mean(-1),
+}
+
+
+def _resampled(tasks: Sequence[np.ndarray], rng: np.random.Generator, resamples: int) -> list[np.ndarray]:
+    return [t[rng.integers(len(t), size=(resamples, len(t)))] for t in tasks]
+
+
+def _arrays(tasks: Tasks) -> list[np.ndarray]:
+    found = [np.asarray(t, np.float64).reshape(-1) for t in tasks]
+    if not found or any(t.size == 0 for t in found):
+        raise ValueError("every task needs at least one score")
+    return found
+
+
+def _interval(values: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(values, [tail, 1 - tail], axis=0)
+    return low, high
+
+
+def aggregate(
+    tasks: Tasks, kind: str = "iqm", *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> tuple[float, float, float]:
+    """(value, low, high) over many tasks: "iqm" of all seeds, "median" or "mean" of the tasks' means, or "gap" to 100.
+
+    The interval is a stratified bootstrap: seeds are drawn again within their task. Where no task has a second seed
+    nothing is known about other seeds, and both ends are NaN.
+    """
+    arrays, statistic = _arrays(tasks), AGGREGATES[kind]
+    value = float(statistic(arrays))
+    if max(map(len, arrays)) < 2:
+        return value, np.nan, np.nan
+    low, high = _interval(statistic(_resampled(arrays, np.random.default_rng(seed), resamples)), confidence)
+    return value, float(low), float(high)
+
+
+def performance_profile(
+    tasks: Tasks, thresholds: Any, *, confidence: float = 0.95, resamples: int = 1000, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(share, low, high) at each threshold: the share of seeds that score above it, averaged over tasks."""
+    arrays, thresholds = _arrays(tasks), np.asarray(thresholds, np.float64)
+
+    def share(parts: Sequence[np.ndarray]) -> np.ndarray:  # (..., thresholds)
+        return np.mean([(p[..., None, :] > thresholds[:, None]).mean(-1) for p in parts], axis=0)
+
+    middle = share(arrays)
+    if max(map(len, arrays)) < 2:
+        unknown = np.full(len(thresholds), np.nan)
+        return middle, unknown, unknown
+    low, high = _interval(share(_resampled(arrays, np.random.default_rng(seed), resamples)), confidence)
+    return middle, low, high
+
+
+def probability_of_improvement(
+    first: Tasks, second: Tasks, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> tuple[float, float, float]:
+    """(value, low, high): how likely a seed of `first` beats one of `second` on the same task, averaged over tasks.
+
+    Ties count half. Task i of one is task i of the other.
+    """
+    ours, theirs = _arrays(first), _arrays(second)
+    if len(ours) != len(theirs):
+        raise ValueError(f"{len(ours)} tasks against {len(theirs)}")
+
+    def wins(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> np.ndarray:
+        pairs = [np.sign(x[..., :, None] - y[..., None, :]).mean((-2, -1)) for x, y in zip(a, b, strict=True)]
+        return (1 + np.mean(pairs, axis=0)) / 2
+
+    value = float(wins(ours, theirs))
+    if max(map(len, ours + theirs)) < 2:
+        return value, np.nan, np.nan
+    rng = np.random.default_rng(seed)
+    low, high = _interval(wins(_resampled(ours, rng, resamples), _resampled(theirs, rng, resamples)), confidence)
+    return value, float(low), float(high)

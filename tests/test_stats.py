@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from replaylab.stats import bootstrap_interval, independent_units, iqm, mean, mean_and_error, summarize_scores
+from replaylab.stats import (
+    aggregate,
+    bootstrap_interval,
+    independent_units,
+    iqm,
+    mean,
+    mean_and_error,
+    performance_profile,
+    probability_of_improvement,
+    summarize_scores,
+)
 
 
 def test_iqm_weights_values_on_the_edge_in_part():
@@ -99,3 +109,54 @@ def test_summary_is_plain_json():
     assert (found["unit"], found["seeds"], found["episodes"]) == ("seed", 2, 5)
     alone = summarize_scores([[7.0]])
     assert alone["mean"] == 7 and alone["error"] is None and alone["low"] is None
+
+
+# --- many tasks
+
+
+def test_aggregates_of_two_tasks_by_hand():
+    tasks = [[0.0, 10.0, 20.0, 30.0], [100.0, 110.0, 120.0, 150.0]]
+    # the middle half of 0 10 20 30 100 110 120 150
+    assert aggregate(tasks, "iqm")[0] == pytest.approx((20 + 30 + 100 + 110) / 4)
+    assert aggregate(tasks, "mean")[0] == pytest.approx((15 + 120) / 2)
+    assert aggregate([*tasks, [44.0, 46.0, 99.0]], "median")[0] == pytest.approx(63)  # of 15, 63, 120
+    # below 100 by 100, 90, 80, 70 on the first task; the second has no gap, and its excess makes up for nothing
+    assert aggregate(tasks, "gap")[0] == pytest.approx((85 + 0) / 2)
+
+
+def test_a_task_counts_once_however_many_seeds_it_has():
+    # mass 1/2 on 0 (one seed), 1/8 on each of 8, 16, 24, 32: between 25 % and 75 % lie 0.25 of 0, and 8 and 16
+    tasks = [[0.0], [8.0, 16.0, 24.0, 32.0]]
+    assert aggregate(tasks, "iqm")[0] == pytest.approx((0.25 * 0 + 0.125 * 8 + 0.125 * 16) / 0.5)
+    assert aggregate(tasks, "mean")[0] == pytest.approx(10)
+    same = np.random.default_rng(0).normal(size=(3, 5))
+    assert aggregate(same, "iqm")[0] == pytest.approx(float(iqm(same.reshape(-1))))
+
+
+def test_aggregate_intervals_are_stratified():
+    # the first task never varies; the second one's mean is 0, 5 or 10 with probabilities 1/4, 1/2, 1/4
+    assert aggregate([[1000.0, 1000.0], [0.0, 10.0]], "mean") == (502.5, 500.0, 505.0)
+    assert aggregate([[1000.0, 1000.0], [0.0, 10.0]], "mean", confidence=0.4)[1:] == (502.5, 502.5)
+    assert np.isnan(aggregate([[1.0], [2.0]], "mean")[1:]).all()
+    with pytest.raises(ValueError, match="at least one score"):
+        aggregate([[1.0], []])
+
+
+def test_performance_profile_by_hand():
+    tasks = [[10.0, 30.0], [20.0, 40.0, 60.0, 80.0]]
+    share, low, high = performance_profile(tasks, [0, 10, 25, 80])
+    # 10 is not above 10; at 25 one of two and three of four
+    np.testing.assert_allclose(share, [1, 0.75, 0.625, 0])
+    assert low[0] == high[0] == 1 and low[3] == high[3] == 0  # every resample agrees at the ends
+    assert low[2] < 0.625 < high[2]
+    assert np.isnan(performance_profile([[1.0]], [0])[1]).all()
+
+
+def test_probability_of_improvement_by_hand():
+    # first task: of the pairs (3,1) (3,3) (5,1) (5,3) three are won and one is a tie; second: always lost
+    value, low, high = probability_of_improvement([[3.0, 5.0], [0.0]], [[1.0, 3.0], [9.0, 9.0]])
+    assert value == pytest.approx((3.5 / 4 + 0) / 2)
+    assert low == pytest.approx(0.25) and high == pytest.approx(0.5)  # all ties, or all won
+    assert probability_of_improvement([[1.0, 2.0]], [[1.0, 2.0]])[0] == 0.5
+    with pytest.raises(ValueError, match="tasks"):
+        probability_of_improvement([[1.0]], [[1.0], [2.0]])

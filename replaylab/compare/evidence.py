@@ -1,0 +1,183 @@
+"""Evidence: a run folder -> a small JSON file that can be committed -> benchmarks/RESULTS.md.
+
+{"format": "replaylab-result-1", "system": "bc", "task": "hopper-medium", "env": "d4rl/hopper", "settings": {...},
+ "seeds": [0, 1], "command": "...", "machine": {...}, "date": "2026-11-15", "seconds": 151.2, "steps": 20000,
+ "parameters": 70403, "data": {"paths": [...], "rows": 299470, "episodes": 663},
+ "scores": [{"label": "", "settings": {}, "kind": "normalised", "last": [{"seed": 0, "step": 20000, "episodes": 100,
+   "mean": 57.0, "std": 11.2, "min": 40.1, "max": 99.8, "return": 1833.2}], "best": [...]}]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replaylab import stats
+from replaylab.algos import system
+from replaylab.compare.gather import NOT_A_SETTING, labels, names_of, read_sweep
+from replaylab.compare.tables import plus_minus, span
+from replaylab.config import default_of
+from replaylab.errors import UsageError
+from replaylab.page import duration, number
+from replaylab.published import published
+from replaylab.results import Evaluations, read_runs
+from replaylab.train import Options
+
+FORMAT = "replaylab-result-1"
+SHOWN_ELSEWHERE = {"eval_every", "eval_episodes", "final_episodes"}
+HEAD = (
+    "system", "settings", "score, last checkpoint", "best checkpoint", "IQM [95 %]", "seeds x episodes", "time",
+    "machine", "file",
+)  # fmt: skip
+
+
+def export(run: str | Path, out: str | Path | None = None, *, note: str = "") -> dict[str, Any]:
+    """What a run showed, as a small dict; written to `out` where given (a folder: RUN's name.json in it)."""
+    (found,) = read_runs([run])
+    config, info = found.config, found.info
+    row, task, _ = names_of([found], read_sweep(found.path.parent)[0])[found.path]
+    summary = info["data"] if isinstance(info.get("data"), dict) else {}
+    result = {
+        "format": FORMAT,
+        "name": found.path.resolve().name,
+        "system": config.get("system"),
+        "row": row,
+        "task": task,
+        "env": config.get("env"),
+        "preset": config.get("preset"),
+        "settings": _changed(config),
+        "seeds": config.get("seeds"),
+        "steps": config.get("steps"),
+        "parameters": info.get("parameters"),
+        "data": {"paths": config.get("data")} | {k: summary[k] for k in ("steps", "rows", "episodes") if k in summary},
+        "command": info.get("command"),
+        "machine": info.get("machine"),
+        "date": str(info.get("finished") or info.get("started") or "")[:10],
+        "seconds": info.get("seconds"),
+        "status": info.get("status"),
+        "note": note,
+        "scores": [
+            {"label": label, "env": group.env, "settings": group.settings, **_score(group)}
+            for group, label in zip(found.evaluations, labels(found.evaluations), strict=True)
+        ],
+    }
+    if out is not None:
+        path = Path(out)
+        path = path / f"{result['name']}.json" if path.is_dir() else path
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _changed(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings that are neither the system's defaults nor the preset's."""
+    module = system(str(config.get("system")))
+    known = {f.name: default_of(f) for cls in (Options, module.Config) for f in fields(cls)}
+    known |= module.PRESETS.get(str(config.get("preset")), {})
+    return {k: v for k, v in config.items() if k in known and v != known[k] and k not in NOT_A_SETTING | {"preset"}}
+
+
+def _score(group: Evaluations) -> dict[str, Any]:
+    key = "normalized" if group.normalized else "returns"
+
+    def about(seed: Any, step: int) -> dict[str, Any]:
+        line = group.lines[step][seed]
+        scores = np.asarray(line[key], np.float64)
+        told = {"mean": scores.mean(), "std": scores.std(), "min": scores.min(), "max": scores.max()}
+        told |= {"return": np.mean(line["returns"])}
+        rounded = {k: round(float(v), 4) for k, v in told.items()}
+        return {"seed": json.loads(seed), "step": step, "episodes": len(scores), **rounded}
+
+    last = [about(seed, step) for seed, (step, _) in group.last().items()]
+    steps = {seed: [s for s in group.lines if seed in group.lines[s]] for seed in group.seeds}
+    top = {seed: max(at, key=lambda s: float(np.mean(group.lines[s][seed][key]))) for seed, at in steps.items()}
+    kind = "normalised" if group.normalized else "return"
+    return {"kind": kind, "last": last, "best": [about(seed, step) for seed, step in top.items()]}
+
+
+# --- the evidence
+
+
+def results_markdown(folder: str | Path) -> str:
+    """Markdown sections, one a task, from all result files of a folder. Files of other kinds are left alone."""
+    results = []
+    for path in sorted(Path(folder).glob("*.json")):
+        try:
+            found = json.loads(path.read_text())
+        except ValueError as error:
+            raise UsageError(f"{path} is not valid JSON: {error}") from error
+        if isinstance(found, dict) and found.get("format") == FORMAT:
+            results.append(found | {"file": path.name})
+    if not results:
+        raise UsageError(f"{folder} holds no result files: make some with replaylab.compare.export(RUN, FOLDER)")
+    tasks = list(dict.fromkeys(r["task"] for r in results))
+    parts = [_section(task, [r for r in results if r["task"] == task]) for task in sorted(tasks)]
+    return "\n".join([*parts, _machines(results)])
+
+
+def _section(task: str, results: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        f"## {task}",
+        "",
+        f"| {' | '.join(HEAD)} |",
+        f"|{'---|' * len(HEAD)}",
+    ]
+    for result in sorted(results, key=lambda r: (str(r["system"]), str(r["row"]), r["name"])):
+        lines += [_row(result, score) for score in result["scores"]]
+    kinds = {score["kind"] for r in results for score in r["scores"]}
+    for p in published([task]):
+        mean, spread = p.scores[task]
+        if kinds == {p.kind} and p.system in {r["system"] for r in results}:
+            told = number(mean) if spread is None else f"{mean:g} ± {spread:g}"
+            lines.append(f"| *published:* {p.name} | {p.protocol} | {told} | | | | | | |")
+    lines += ["", "```", *dict.fromkeys(str(r["command"]) for r in results), "```"]
+    lines += [f"- {r['name']}: {r['note']}" for r in results if r.get("note")]
+    return "\n".join(lines) + "\n"
+
+
+def _row(result: dict[str, Any], score: dict[str, Any]) -> str:
+    last, best = ([line["mean"] for line in score[which]] for which in ("last", "best"))
+    low, high = stats.bootstrap_interval([[v] for v in last]) if len(last) > 1 else (np.nan, np.nan)
+    settings = [
+        f"`{k} {_plain(v)}`" for k, v in result["settings"].items() if k not in ("final_episodes", "eval_every")
+    ]
+    preset = [f"preset {result['preset']}"] if result.get("preset") else []
+    machine = result.get("machine") or {}
+    where = f"{machine.get('cores', '?')} cores" if machine.get("device") == "cpu" else str(machine.get("device", "?"))
+    cells = [
+        ", ".join(word for word in (result["row"], score["label"]) if word),
+        ", ".join(preset + settings),
+        f"**{_mean(last)}**" + ("" if score["kind"] == "normalised" else " (return)"),
+        _mean(best),
+        f"{float(stats.iqm(last)):.1f}" + ("" if np.isnan(low) else f" [{low:.1f}, {high:.1f}]"),
+        f"{len(last)} x {span([line['episodes'] for line in score['last']], 'episode').split(' episode')[0]}",
+        duration(result["seconds"]),
+        where,
+        f"[{result['file']}](results/{result['file']})",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _mean(values: Sequence[float]) -> str:
+    mean, error = stats.mean_and_error(values)
+    return plus_minus(mean, None if np.isnan(error) else error)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _machines(results: Sequence[dict[str, Any]]) -> str:
+    """Hardware and dates, each once."""
+    keys = ("device", "cpu", "cores", "memory_gib", "python", "torch", "gymnasium", "mujoco", "ale_py")
+    told = dict.fromkeys(
+        ", ".join(f"{k} {machine[k]}" for k in keys if k in machine)
+        for machine in (r.get("machine") or {} for r in results)
+    )
+    dates = sorted({r["date"] for r in results if r.get("date")})
+    ends = f"{dates[0]} to {dates[-1]}" if len(dates) > 1 else "".join(dates)
+    return "\n".join(["## Machines", "", *(f"- {line}" for line in told if line), "", f"Run on {ends}."]) + "\n"

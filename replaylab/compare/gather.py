@@ -1,0 +1,173 @@
+"""Run folders -> rows (systems) x tasks (datasets): the last score of every seed, and the best one apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replaylab import stats
+from replaylab.errors import UsageError
+from replaylab.published import canonical, dataset_name
+from replaylab.results import Evaluations, Run, finite, read_runs, text
+from replaylab.results import compare as differences
+from replaylab.sweep.plan import Cell
+from replaylab.sweep.queue import Queue
+
+# settings that do not make two runs different systems
+NOT_A_SETTING = {
+    "data",
+    "data_options",
+    "env",
+    "seeds",
+    "device",
+    "compile",
+    "track",
+    "checkpoint_minutes",
+    "log_every",
+}
+
+Point = tuple[int, list[float]]  # step, and the score of each episode
+
+
+@dataclass
+class Entry:
+    """One system under one setting on one task."""
+
+    row: str
+    system: str
+    task: str
+    env: str
+    normalized: bool
+    last: dict[Any, Point] = field(default_factory=dict)  # by seed
+    best: dict[Any, Point] = field(default_factory=dict)  # each seed's best evaluation: optimistic by construction
+    curves: dict[Any, dict[int, list[float]]] = field(default_factory=dict)  # [seed][step]
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        return "normalised" if self.normalized else "return"
+
+    def summary(self, which: str = "last") -> dict[str, Any]:
+        return stats.summarize_scores([scores for _, scores in getattr(self, which).values()])
+
+    def seed_means(self) -> list[float]:
+        return [float(np.mean(scores)) for _, scores in self.last.values()]
+
+
+@dataclass
+class Comparison:
+    name: str
+    entries: list[Entry]
+    runs: list[Run]
+    unfinished: dict[str, str] = field(default_factory=dict)  # cell -> why
+
+    @property
+    def rows(self) -> list[str]:
+        return list(dict.fromkeys(e.row for e in self.entries))
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(e.task for e in self.entries))
+
+    def at(self, row: str, task: str) -> Entry | None:
+        return next((e for e in self.entries if e.row == row and e.task == task), None)
+
+    def complete(self) -> tuple[list[str], list[str], list[str]]:
+        """(rows, tasks, rows left out) for aggregates: only normalised scores, only rows that have every task."""
+        tasks = [t for t in self.tasks if all(e.normalized for e in self.entries if e.task == t)]
+        rows = [row for row in self.rows if tasks and all(self.at(row, task) for task in tasks)]
+        return rows, tasks, [row for row in self.rows if row not in rows]
+
+
+def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
+    """Read a sweep's folder, or run folders."""
+    paths = [Path(runs)] if isinstance(runs, (str, Path)) else [Path(p) for p in runs]
+    cells, unfinished = read_sweep(paths[0]) if len(paths) == 1 else ({}, {})
+    found = read_runs(paths)
+    names = names_of(found, cells)
+    entries: dict[tuple[str, str], Entry] = {}
+    for run in found:
+        row, task, system = names[run.path]
+        for group, label in zip(run.evaluations, labels(run.evaluations), strict=True):
+            others = {g.env for g in run.evaluations}
+            where = task if len(others) == 1 else f"{task} in {group.env}"
+            key = (f"{row}, {label}" if label else row, where)
+            entry = entries.setdefault(key, Entry(key[0], system, where, group.env, group.normalized))
+            _add(entry, group, run)
+    return Comparison(paths[0].resolve().name if len(paths) == 1 else "runs", list(entries.values()), found, unfinished)
+
+
+def read_sweep(folder: Path) -> tuple[dict[str, Cell], dict[str, str]]:
+    """The cells of a sweep by name, and why some of them are not finished."""
+    queue = Queue(folder)
+    if not (folder / "sweep.json").exists():
+        return {}, {}
+    try:
+        cells = queue.plan().cells
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{folder / 'sweep.json'} is not readable: {error}") from error
+    states = {cell.name: queue.last_event(cell) for cell in cells if not queue.finished(cell)}
+    why = {c.name: queue.error(c) if states[c.name] == "failed" else states[c.name] for c in cells if c.name in states}
+    return {cell.name: cell for cell in cells}, why
+
+
+def names_of(runs: Sequence[Run], cells: dict[str, Cell]) -> dict[Path, tuple[str, str, str]]:
+    """(row, task, system) of each run: as the sweep calls them, else from what differs between the runs."""
+    found = {}
+    for run in runs:
+        cell = cells.get(run.path.name)
+        if cell:
+            row = f"{cell.label} {cell.setting}".strip()
+            task = cell.dataset if cell.data else cell.env or cell.dataset
+            found[run.path] = (row, canonical(task), cell.system)
+            continue
+        system = text(run.config.get("system") or "unknown")
+        alike = [r.config for r in runs if text(r.config.get("system") or "unknown") == system]
+        plain = [{k: v for k, v in config.items() if k not in NOT_A_SETTING} for config in alike]
+        told = ", ".join(f"{k} {text(run.config.get(k))}" for k in differences(plain)[1])
+        found[run.path] = (f"{system} ({told})" if told else system, task_of(run), system)
+    return found
+
+
+def task_of(run: Run) -> str:
+    data = run.config.get("data")
+    paths = [text(p) for p in (data if isinstance(data, list) else [data] if data else [])]
+    return "+".join(canonical(dataset_name(p)) for p in paths) or canonical(text(run.config.get("env") or "unknown"))
+
+
+def labels(groups: Sequence[Evaluations]) -> list[str]:
+    """What tells a run's evaluations apart. Targets get their rank: they differ from task to task, rows must not."""
+    targets = sorted({t for g in groups if (t := finite(g.settings.get("target"))) is not None}, reverse=True)
+    ranks = {t: ("highest target", "second target", "third target")[i] for i, t in enumerate(targets[:3])}
+    found = []
+    for group in groups:
+        rest = {k: v for k, v in group.settings.items() if k != "target"}
+        target = finite(group.settings.get("target"))
+        rank = [ranks.get(target, f"target {target:g}")] if target is not None and len(targets) > 1 else []
+        found.append(", ".join(rank + [f"{k} {json.dumps(v)}" for k, v in rest.items()]))
+    return found
+
+
+def _add(entry: Entry, group: Evaluations, run: Run) -> None:
+    entry.normalized &= group.normalized
+    key = "normalized" if group.normalized else "returns"
+    for step in sorted(group.lines):
+        for seed, line in group.lines[step].items():
+            entry.curves.setdefault(seed, {})[step] = line[key]
+    for seed, by_step in entry.curves.items():
+        last = max(by_step)
+        best = max(by_step, key=lambda step: float(np.mean(by_step[step])))
+        entry.last[seed], entry.best[seed] = (last, by_step[last]), (best, by_step[best])
+    entry.runs.append(run)
+
+
+def hours(run: Run) -> tuple[float | None, bool]:
+    """(hours the run took, whether on a GPU)."""
+    seconds, machine = finite(run.info.get("seconds")), run.info.get("machine")
+    device = machine.get("device") if isinstance(machine, dict) else None
+    return (None if seconds is None else seconds / 3600), device not in (None, "cpu")

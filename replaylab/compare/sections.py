@@ -1,0 +1,222 @@
+"""The comparison page's sections: table, aggregates, profiles, who beats whom, curves, time and cost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+
+from replaylab import charts, stats
+from replaylab.compare.gather import Comparison, Entry, hours
+from replaylab.compare.tables import amount, neighbours, published_cells, score
+from replaylab.page import Html, details, duration, escape, grid, number, table, warning_list
+from replaylab.published import Published
+from replaylab.results import Run, finite, text
+
+AGGREGATES = {
+    "iqm": ("Interquartile mean", "mean of the middle half of all seeds on all tasks; higher is better"),
+    "median": ("Median", "of the tasks' means; higher is better"),
+    "mean": ("Mean", "of the tasks' means; higher is better"),
+    "gap": ("Optimality gap", "how far below 100 on average; lower is better"),
+}
+
+
+def sections(found: Comparison, out: Path) -> list[tuple[str, Html]]:
+    rows, tasks, left_out = found.complete()
+    here = [e for e in found.entries if e.row in rows and e.task in tasks]
+    parts = [("Scores", _scores(found))]
+    if rows and found.entries:
+        parts += [("Over all tasks", _over_all(found, rows, tasks, left_out, here))]
+    parts += [("Curves", _curves(found)), ("Time and cost", _cost(found, out))]
+    return parts
+
+
+def note(words: str) -> Html:
+    return Html(f'<p class="note">{escape(words)}</p>')
+
+
+# --- scores
+
+
+def _scores(found: Comparison) -> Html:
+    if not found.entries:
+        parts = [charts.nothing("No evaluation has finished yet.")]
+    else:
+        ours, others = neighbours(found, ours=True), neighbours(found, ours=False)
+        parts = [
+            table(["", *found.tasks], [*_rows(found, "last"), *_published(found, ours)]),
+            note(
+                f"Last checkpoint, never the best; normalised (0 random, 100 expert) where reference scores are known, "
+                f"otherwise the return. Mean ± standard error over seeds (over episodes where there is one seed); "
+                f"{amount(found.entries)}. Small: seeds x episodes a seed."
+            ),
+            _protocols(ours),
+            details(
+                "Best checkpoint of each seed (chosen with the evaluations it is judged by: optimistic)",
+                Html(
+                    table(["", *found.tasks], _rows(found, "best"))
+                    + note(f"Each seed's best evaluation; {amount(found.entries, 'best')}.")
+                ),
+            ),
+        ]
+        if others:
+            more = table(["", *found.tasks], _published(found, others)) + _protocols(others)
+            parts.append(details("What others have published on these tasks", Html(more)))
+    parts.append(warning_list([f"{name}: {why}" for name, why in found.unfinished.items()]))
+    parts.append(warning_list([f"{run.name}: {line}" for run in found.runs for line in run.notes]))
+    return Html("".join(parts))
+
+
+def _rows(found: Comparison, which: str) -> list[list[Html]]:
+    return [
+        [Html(f"<b>{escape(row)}</b>"), *(_cell(found.at(row, task), which) for task in found.tasks)]
+        for row in found.rows
+    ]
+
+
+def _cell(entry: Entry | None, which: str) -> Html:
+    if entry is None:
+        return Html("–")
+    episodes = sorted({len(scores) for _, scores in getattr(entry, which).values()})
+    told = f"{len(entry.last)} x {'–'.join(str(n) for n in {episodes[0], episodes[-1]})}"
+    kind = "" if entry.normalized else ", return"
+    return Html(f"<b>{escape(score(entry, which))}</b><br><small>{escape(told + kind)}</small>")
+
+
+def _published(found: Comparison, others: Sequence[Published]) -> list[list[Html]]:
+    return [
+        [Html(f"{escape(p.name)}<br><small>published</small>"), *(escape(c) for c in published_cells(found, p))]
+        for p in others
+    ]
+
+
+def _protocols(others: Sequence[Published]) -> Html:
+    told = dict.fromkeys(f"Published, {p.source}: {p.protocol}." for p in others)
+    return Html("".join(note(line) for line in told))
+
+
+# --- over all tasks
+
+
+def _over_all(
+    found: Comparison, rows: Sequence[str], tasks: Sequence[str], left_out: Sequence[str], here: Sequence[Entry]
+) -> Html:
+    scores = {row: [found.at(row, task).seed_means() for task in tasks] for row in rows}  # type: ignore[union-attr]
+    told = f"{len(tasks)} task{'s' if len(tasks) != 1 else ''}, {amount(here)}"
+    pictures = []
+    for kind, (title, meaning) in AGGREGATES.items():
+        values, low, high = zip(*(stats.aggregate(scores[row], kind) for row in rows), strict=True)
+        pictures.append(
+            charts.bars(
+                title,
+                rows,
+                values,
+                low,
+                high,
+                x_label="normalised score",
+                caption=f"{meaning[0].upper()}{meaning[1:]}. Stratified 95% bootstrap interval; {told}.",
+            )
+        )
+    pictures.append(_profiles(scores, told))
+    parts = [grid(pictures), _improvement(scores, told)]
+    if left_out:
+        parts.insert(0, note(f"Without {', '.join(left_out)}: not evaluated on every task, or not normalised."))
+    return Html("".join(parts))
+
+
+def _profiles(scores: dict[str, list[list[float]]], told: str) -> Html:
+    everything = [v for tasks in scores.values() for task in tasks for v in task]
+    low, high = min(0.0, *everything), max(100.0, *everything)
+    at = np.linspace(low, high, 101)
+    series = [
+        charts.Series(row, at, *stats.performance_profile(tasks, at), style=i)
+        for i, (row, tasks) in enumerate(scores.items())
+    ]
+    caption = f"Share of seeds that score above x, averaged over tasks; 95% bootstrap band; {told}."
+    return charts.lines("Performance profiles", series, x_label="normalised score", y_label="share", caption=caption)
+
+
+def _improvement(scores: dict[str, list[list[float]]], told: str) -> Html:
+    if len(scores) < 2:
+        return Html("")
+
+    def cell(first: str, second: str) -> str:
+        if first == second:
+            return "–"
+        value, low, high = stats.probability_of_improvement(scores[first], scores[second])
+        return f"{value:.2f}" if np.isnan(low) else f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+    body = table(["better than", *scores], [[row, *(cell(row, other) for other in scores)] for row in scores])
+    caption = note(
+        f"How likely a seed of the row scores higher than one of the column on the same task, ties half, averaged over "
+        f"tasks; stratified 95% bootstrap interval; {told}."
+    )
+    return Html(f"<h4>Probability of improvement</h4>{body}{caption}")
+
+
+# --- curves
+
+
+def _curves(found: Comparison) -> Html:
+    styles = {row: i for i, row in enumerate(found.rows)}
+    pictures = []
+    for task in found.tasks:
+        here = [e for e in found.entries if e.task == task]
+        series = [s for e in here if (s := _curve(e, styles[e.row]))]
+        if series:
+            counts = amount(here)
+            caption = f"Mean over seeds, 95% bootstrap interval; {counts} at the end, fewer episodes on the way."
+            label = here[0].kind if len({e.kind for e in here}) == 1 else "score"
+            pictures.append(charts.lines(task, series, x_label="step", y_label=label, caption=caption))
+    return grid(pictures) if pictures else charts.nothing("No evaluations to draw.")
+
+
+def _curve(entry: Entry, style: int) -> charts.Series | None:
+    common = set.intersection(*(set(by_step) for by_step in entry.curves.values()))
+    steps = sorted(common)
+    if not steps:
+        return None
+    scores = [[by_step[step] for by_step in entry.curves.values()] for step in steps]
+    ends = np.array([stats.bootstrap_interval(s, stats.mean, resamples=500) for s in scores])
+    middle = np.array([stats.independent_units(s)[0].mean() for s in scores])
+    return charts.Series(entry.row, np.array(steps, float), middle, ends[:, 0], ends[:, 1], style)
+
+
+# --- time and cost
+
+
+def _cost(found: Comparison, out: Path) -> Html:
+    lines, total, on_gpu = [], 0.0, 0.0
+    for run in found.runs:
+        spent, gpu = hours(run)
+        total += spent or 0.0
+        on_gpu += (spent or 0.0) if gpu else 0.0
+        lines.append(_cost_row(run, spent, gpu, out))
+    head = ["Run", "Time", "GPU hours", "Device", "Seeds", "Steps", "Parameters", "Status", "Finished"]
+    told = note(
+        f"{len(found.runs)} runs, {duration(3600 * total)} in all, {number(on_gpu)} GPU hours. A run's time holds its "
+        f"training and its evaluations; processes that shared a GPU count their own hours each."
+    )
+    return Html(table(head, lines) + told)
+
+
+def _cost_row(run: Run, spent: float | None, gpu: bool, out: Path) -> list[Html | str]:
+    machine, seeds = run.info.get("machine"), run.config.get("seeds")
+    page, name = run.path / "report.html", escape(run.name)
+    link = quote(os.path.relpath(page.resolve(), out.resolve().parent)) if page.exists() else ""
+    status = str(run.info.get("status") or "unknown")
+    known = status if status in ("finished", "failed", "interrupted") else ""
+    return [
+        Html(f'<a href="{escape(link)}">{name}</a>') if link else name,
+        duration(None if spent is None else 3600 * spent),
+        number(spent) if gpu else "–",
+        text(machine.get("device") or "–") if isinstance(machine, dict) else "–",
+        str(len(seeds)) if isinstance(seeds, list) else "–",
+        number(run.config.get("steps")),
+        number(finite(run.info.get("parameters"))),
+        Html(f'<span class="status {known}">{escape(status)}</span>'),
+        text(run.info.get("finished") or "–"),
+    ]

@@ -1,0 +1,113 @@
+"""The comparison's table as Markdown and CSV, ours first, then what others have published."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from replaylab.compare.gather import Comparison, Entry, hours
+from replaylab.page import aligned, count, number
+from replaylab.published import Published, canonical, published
+
+COLUMNS = (
+    "row", "system", "task", "env", "score", "mean", "error", "error_is", "iqm", "iqm_low", "iqm_high", "seeds",
+    "episodes", "best_mean", "best_error", "hours", "gpu_hours", "published", "protocol",
+)  # fmt: skip
+
+
+def plus_minus(mean: float, error: float | None) -> str:
+    return number(mean) if error is None else " ± ".join(aligned([mean, error], error))
+
+
+def score(entry: Entry | None, which: str = "last") -> str:
+    if entry is None:
+        return "–"
+    found = entry.summary(which)
+    return plus_minus(found["mean"], found["error"])
+
+
+def span(values: Iterable[int], noun: str) -> str:
+    low, high = min(values := list(values)), max(values)
+    return count(low, noun) if low == high else f"{low:,} to {count(high, noun)}"
+
+
+def amount(entries: Sequence[Entry], which: str = "last") -> str:
+    """Seeds and episodes behind a table or a picture."""
+    if not entries:
+        return "nothing evaluated"
+    episodes = [len(scores) for e in entries for _, scores in getattr(e, which).values()]
+    return f"{span([len(e.last) for e in entries], 'seed')}, {span(episodes, 'episode')} a seed"
+
+
+def neighbours(found: Comparison, *, ours: bool) -> list[Published]:
+    """Published scores for these tasks: of the systems in the comparison, or of everything else."""
+    systems = {e.system for e in found.entries}
+    # a score is shown beside ours only if it is of the same kind
+    return [
+        p
+        for p in published(found.tasks)
+        if (p.system in systems) == ours and any(_same(found, p, t) for t in found.tasks)
+    ]
+
+
+def _same(found: Comparison, other: Published, task: str) -> tuple[float, float | None] | None:
+    """Their score on a task, if ours there is of the same kind."""
+    here = [e for e in found.entries if e.task == task]
+    known = other.scores.get(canonical(task))
+    return known if known and all(e.kind == other.kind for e in here) else None
+
+
+def published_cells(found: Comparison, other: Published) -> list[str]:
+    scores = [_same(found, other, task) for task in found.tasks]
+    return ["–" if s is None else number(s[0]) if s[1] is None else f"{s[0]:g} ± {s[1]:g}" for s in scores]
+
+
+def markdown(found: Comparison) -> str:
+    tasks = found.tasks
+    lines = [f"| | {' | '.join(tasks)} |", f"|---|{'---|' * len(tasks)}"]
+    lines += [f"| {row} | {' | '.join(score(found.at(row, t)) for t in tasks)} |" for row in found.rows]
+    others = neighbours(found, ours=True) + neighbours(found, ours=False)
+    lines += [f"| *published:* {p.name} | {' | '.join(published_cells(found, p))} |" for p in others]
+    lines += ["", f"{_kinds(found)} of the last checkpoint, mean ± standard error; {amount(found.entries)}."]
+    lines += [f"Not finished: {name} ({why})." for name, why in found.unfinished.items()]
+    protocols = dict.fromkeys((p.source, p.protocol) for p in others)
+    lines += [f"- published, {source}: {protocol}." for source, protocol in protocols]
+    return "\n".join(lines) + "\n"
+
+
+def _kinds(found: Comparison) -> str:
+    kinds = {e.kind for e in found.entries}
+    return "Normalised score" if kinds == {"normalised"} else "Return" if kinds == {"return"} else "Score (or return)"
+
+
+def to_csv(found: Comparison) -> str:
+    """One line for each system on each task, ours and published."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for entry in found.entries:
+        writer.writerow(_csv_row(entry))
+    for p in neighbours(found, ours=True) + neighbours(found, ours=False):
+        for task in found.tasks:
+            known = _same(found, p, task)
+            if known:
+                about = {"row": p.name, "system": p.system, "task": task, "score": p.kind, "published": "yes"}
+                told = {"error_is": "as published", "protocol": p.protocol}
+                writer.writerow(about | told | {"mean": known[0], "error": known[1]})
+    return file.getvalue()
+
+
+def _csv_row(entry: Entry) -> dict[str, Any]:
+    last, best = entry.summary(), entry.summary("best")
+    spent = [hours(run) for run in {run.path: run for run in entry.runs}.values()]
+    total = sum(h for h, _ in spent if h is not None)
+    return {
+        "row": entry.row, "system": entry.system, "task": entry.task, "env": entry.env, "score": entry.kind,
+        "mean": last["mean"], "error": last["error"], "error_is": f"standard error over {last['unit']}s",
+        "iqm": last["iqm"], "iqm_low": last["low"], "iqm_high": last["high"], "seeds": last["seeds"],
+        "episodes": last["episodes"], "best_mean": best["mean"], "best_error": best["error"],
+        "hours": round(total, 5), "gpu_hours": round(sum(h for h, gpu in spent if gpu and h is not None), 5),
+        "published": "", "protocol": "",
+    }  # fmt: skip

@@ -1,0 +1,97 @@
+"""Sweeps: systems x datasets x seeds x settings from one small file, on this machine or on a Ray cluster.
+
+`run("benchmarks/locomotion.yaml")` does what is missing under sweeps/locomotion. A cell is a run folder; a failed one
+is recorded with its error and the rest goes on; the same call again does only what is missing. See docs/sweep.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replaylab.errors import UsageError, nearest
+from replaylab.sweep.estimate import Watch, describe, estimate, finished_before, say
+from replaylab.sweep.local import run_local
+from replaylab.sweep.plan import Cell, Plan, read_plan
+from replaylab.sweep.queue import Queue
+
+__all__ = ["Cell", "Outcome", "Plan", "read_plan", "run"]
+
+WHERE = ("local", "ray")
+
+
+@dataclass
+class Outcome:
+    folder: Path
+    cells: int
+    finished: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # cell -> error
+    left: list[str] = field(default_factory=list)  # interrupted, or not begun
+
+
+def run(
+    path: str | Path,
+    out: str | Path | None = None,
+    *,
+    dry_run: bool = False,
+    on: str = "local",
+    address: str | None = None,
+    devices: Sequence[str] | None = None,
+    **options: Any,
+) -> Outcome:
+    """Do what is missing of a sweep; returns what became of its cells. Prints the plan and stops with `dry_run`.
+
+    out: the sweep's folder (default: sweeps/NAME). devices: ["cuda:0", "cuda:1"] or ["cpu"]; default: all GPUs, else
+    the CPU. on="ray" uses the Ray cluster at `address`, and takes `gpus` (share of a GPU a cell) and `data` ("path" or
+    "store").
+    """
+    if on not in WHERE:
+        raise UsageError(f"cannot run on '{on}'{nearest(on, WHERE)}")
+    if options and on != "ray":
+        raise UsageError(f"'{next(iter(options))}' is for on=\"ray\" only")
+    plan = read_plan(path)
+    queue = Queue(out or Path("sweeps") / plan.name)
+    places = list(devices or _devices())
+    workers = len(places) * plan.per_device
+    before = finished_before(queue.folder)
+    guesses = {cell.name: estimate(cell, before, places[0].startswith("cuda")) for cell in plan.cells}
+    if dry_run:
+        print(describe(plan.cells, queue, guesses, workers))
+        return outcome(queue, plan.cells)
+    queue.write(plan)
+    began = time.time()
+    watch = Watch(plan.name, queue, plan.cells, {name: guess[0] for name, guess in guesses.items()}, workers)
+    if on == "ray":
+        from replaylab.sweep.cluster import run_ray
+
+        run_ray(plan, queue, watch, address, began, **options)
+    else:
+        run_local(plan, queue, watch, places, began)
+    found = outcome(queue, plan.cells)
+    say(
+        f"{plan.name}: {len(found.finished)} of {found.cells} cells finished, {len(found.failed)} failed, "
+        f"{len(found.left)} left, {time.time() - began:.0f} s; compare them with: replaylab report {queue.folder}"
+    )
+    return found
+
+
+def outcome(queue: Queue, cells: Sequence[Cell]) -> Outcome:
+    found = Outcome(queue.folder, len(cells))
+    for cell in cells:
+        state = queue.state(cell)
+        if state == "finished":
+            found.finished.append(cell.name)
+        elif state == "failed":
+            found.failed[cell.name] = queue.error(cell)
+        else:
+            found.left.append(cell.name)
+    return found
+
+
+def _devices() -> list[str]:
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]

@@ -1,0 +1,273 @@
+"""The sweep file: systems x datasets x settings, each a cell with all its seeds.
+
+    name: locomotion
+    systems:
+      - bc                                          # a name, or a name with its own settings
+      - {system: bc, name: bc10, settings: {top_fraction: 0.1}}
+      - {system: dt, preset: gym, seeds: [0, 1, 2]}
+    datasets:
+      - data/hopper-medium                          # a path, or several that are joined
+      - {name: hopper-medium-expert, path: [data/hopper-medium, data/hopper-expert], env: d4rl/hopper}
+    environments: [atari/freeway]                   # for systems that make their own data
+    seeds: [0, 1, 2, 3, 4]
+    settings: {final_episodes: 100}                 # of every cell
+    grid: {lr: [0.001, 0.0003]}                     # every combination; or `list:` of settings
+    split_seeds: true                               # a cell for each seed; also of one system
+    per_device: 2                                   # processes that share a GPU
+    budget: 60                                      # minutes; what is left then waits for the next time
+
+Everything is checked before anything runs, and a mistake is one line that names the place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from replaylab.algos import system
+from replaylab.config import read_yaml, resolve
+from replaylab.data.read import SAMPLES, TOYS, detect
+from replaylab.errors import ReplaylabError, UsageError, nearest
+from replaylab.published import dataset_name
+from replaylab.train import Options
+
+KEYS = (
+    "name", "systems", "datasets", "environments", "seeds", "settings", "grid", "list", "budget", "split_seeds",
+    "per_device",
+)  # fmt: skip
+SYSTEM_KEYS = (
+    "system", "name", "preset", "settings", "grid", "list", "seeds", "split_seeds", "datasets", "environments",
+)  # fmt: skip
+DATASET_KEYS = ("name", "path", "env", "options")
+NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 takes 1e-3 for a word
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run: a system on a dataset under a setting, with its seeds side by side in one process."""
+
+    name: str  # its folder
+    label: str  # the system as the table calls it
+    system: str
+    dataset: str  # as the table calls it; for a system that makes its own data the environment
+    setting: str  # what tells it from the system's other cells on this dataset
+    data: list[str] | None
+    env: str | None
+    preset: str | None
+    settings: dict[str, Any]
+    seeds: list[int]
+    options: dict[str, Any] = field(default_factory=dict)  # of reading the data
+
+    def arguments(self) -> dict[str, Any]:
+        """For `replaylab.train`, besides the folder."""
+        given = {"env": self.env} if self.env else {}
+        return {
+            "system_name": self.system, "data": self.data, "preset": self.preset, "data_options": self.options,
+            "seeds": self.seeds, **given, **self.settings,
+        }  # fmt: skip
+
+    def command(self, out: str | Path) -> list[str]:
+        """The same run as words on a command line, for its run.json."""
+        words = ["replaylab", "train", self.system, *(["--data", *self.data] if self.data else [])]
+        for key, value in ({"env": self.env, "preset": self.preset} | self.settings | {"seeds": self.seeds}).items():
+            option = key.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{option}" if value else f"--no-{option}")
+            elif value is not None:
+                words += [f"--{option}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+        return [*words, "--out", str(out)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    cells: list[Cell]
+    budget: float | None = None  # minutes
+    per_device: int = 1  # worker processes
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        values = json.loads(text)
+        return Plan(**values | {"cells": [Cell(**cell) for cell in values["cells"]]})
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read and check a sweep file."""
+    values = _numbers(read_yaml(path))
+    _known(str(path), values, KEYS)
+    name = str(values.get("name") or Path(path).stem)
+    if _slug(name) != name:
+        raise UsageError(f"{path}: name '{name}' must be fit for a folder: letters, digits, '.', '_' and '-'")
+    datasets = [_dataset(f"{path}: datasets[{i}]", d) for i, d in enumerate(_list(path, values, "datasets"))]
+    _distinct(f"{path}: datasets", [d["name"] for d in datasets])
+    cells = []
+    for i, entry in enumerate(_list(path, values, "systems")):
+        cells += _cells(f"{path}: systems[{i}]", entry, values, datasets)
+    if not cells:
+        raise UsageError(f"{path}: no cells: it needs `systems`, and `datasets` or `environments` for them")
+    _distinct(f"{path}: cells (give the systems a `name`)", [cell.name for cell in cells])
+    budget, per_device = values.get("budget"), values.get("per_device", 1)
+    if budget is not None and not (_is_number(budget) and budget > 0):
+        raise UsageError(f"{path}: budget must be minutes, not {budget!r}")
+    if type(per_device) is not int or per_device < 1:
+        raise UsageError(f"{path}: per_device must be a whole number of processes, not {per_device!r}")
+    return Plan(name, cells, budget, per_device)
+
+
+# --- one system's cells
+
+
+def _cells(where: str, entry: Any, values: dict[str, Any], datasets: list[dict[str, Any]]) -> list[Cell]:
+    entry = {"system": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, dict) or not isinstance(entry.get("system"), str):
+        raise UsageError(f"{where}: expected a system's name, or `system: NAME` with settings")
+    _known(where, entry, SYSTEM_KEYS)
+    module, name = _module(where, entry["system"]), entry["system"]
+    preset = entry.get("preset")
+    if preset is not None and preset not in module.PRESETS:
+        raise UsageError(f"{where}: unknown preset '{preset}'{nearest(str(preset), module.PRESETS)}")
+    common = _mapping(where, values, "settings") | _mapping(where, entry, "settings")
+    variants = _variants(where, entry) or _variants(where, values) or [{}]
+    seeds = entry.get("seeds", values.get("seeds", [0]))
+    split = entry.get("split_seeds", values.get("split_seeds", False))
+    label = _slug(str(entry.get("name") or name))
+    found = []
+    for place, variant in itertools.product(_places(where, entry, values, datasets, module), variants):
+        settings = common | variant
+        read = place.get("options", {})
+        options = _check(where, module, settings | {"seeds": seeds})
+        setting = "-".join(f"{key}{_text(value)}" for key, value in variant.items())
+        for part in [[s] for s in options.seeds] if split else [options.seeds]:
+            ending = [f"seed{part[0]}"] if split else []
+            folder = "-".join(_slug(word) for word in (label, place["name"], setting, *ending) if word)
+            place_of = (place.get("path"), place.get("env"))
+            found.append(Cell(folder, label, name, place["name"], setting, *place_of, preset, settings, part, read))
+    return found
+
+
+def _module(where: str, name: str) -> ModuleType:
+    try:
+        return system(name)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _places(
+    where: str, entry: dict[str, Any], values: dict[str, Any], datasets: list[dict[str, Any]], module: ModuleType
+) -> list[dict[str, Any]]:
+    """What the system is trained on: all datasets or those it names; environments if it makes its own data."""
+    if getattr(module, "ONLINE", False):
+        if "datasets" in entry:
+            raise UsageError(f"{where}: {entry['system']} makes its own data: give it `environments`, not `datasets`")
+        envs = entry.get("environments", values.get("environments", []))
+        if not isinstance(envs, list) or not envs:
+            raise UsageError(f"{where}: {entry['system']} makes its own data: list `environments` for it")
+        return [{"name": str(env).split("/")[-1], "env": str(env)} for env in envs]
+    if "environments" in entry:
+        raise UsageError(f"{where}: {entry['system']} learns from logs: give `env` to a dataset instead")
+    wanted = entry.get("datasets", [d["name"] for d in datasets])
+    known = {d["name"]: d for d in datasets}
+    for name in wanted:
+        if name not in known:
+            raise UsageError(f"{where}: unknown dataset '{name}'{nearest(str(name), known)}")
+    if not wanted:
+        raise UsageError(f"{where}: {entry['system']} learns from logs: list `datasets`")
+    return [known[name] for name in wanted]
+
+
+def _check(where: str, module: ModuleType, settings: dict[str, Any]) -> Options:
+    try:
+        options, _ = resolve([Options, module.Config], [("settings", settings)])
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+    if not options.seeds or len(set(options.seeds)) != len(options.seeds):
+        raise UsageError(f"{where}: seeds must be distinct, and at least one")
+    return options
+
+
+def _variants(where: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    grid, given = _mapping(where, entry, "grid"), entry.get("list", [])
+    if grid and given:
+        raise UsageError(f"{where}: give `grid` or `list`, not both")
+    if not isinstance(given, list) or not all(isinstance(v, dict) for v in given):
+        raise UsageError(f"{where}: `list` must hold settings, such as [{{lr: 0.001}}, {{lr: 0.0003}}]")
+    for key, row in grid.items():
+        if not isinstance(row, list) or not row:
+            raise UsageError(f"{where}: grid: {key} must be a list of values, not {row!r}")
+    return given or [dict(zip(grid, row, strict=True)) for row in itertools.product(*grid.values()) if grid]
+
+
+def _dataset(where: str, entry: Any) -> dict[str, Any]:
+    entry = {"path": entry} if isinstance(entry, (str, list)) else entry
+    if not isinstance(entry, dict) or not entry.get("path"):
+        raise UsageError(f"{where}: expected a path, or `path: PATH` with a name and an env")
+    _known(where, entry, DATASET_KEYS)
+    paths = [str(p) for p in (entry["path"] if isinstance(entry["path"], list) else [entry["path"]])]
+    for path in paths:
+        try:
+            if path not in TOYS or Path(path).exists():
+                detect(Path(path) if Path(path).exists() else SAMPLES.get(path, Path(path)))
+        except ReplaylabError as error:
+            raise UsageError(f"{where}: {path}: {error}") from error
+    name = str(entry.get("name") or "+".join(map(dataset_name, paths)))
+    return entry | {"name": name, "path": paths}
+
+
+# --- small helpers
+
+
+def _known(where: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
+    for key in values:
+        if key not in keys:
+            raise UsageError(f"{where}: unknown key '{key}'{nearest(str(key), keys)}")
+
+
+def _list(path: str | Path, values: Mapping[str, Any], key: str) -> list[Any]:
+    found = values.get(key, [])
+    if not isinstance(found, list):
+        raise UsageError(f"{path}: `{key}` must be a list")
+    return found
+
+
+def _mapping(where: str, values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = values.get(key) or {}
+    if not isinstance(found, dict):
+        raise UsageError(f"{where}: `{key}` must hold `name: value`")
+    return {str(k).replace("-", "_"): v for k, v in found.items()}
+
+
+def _distinct(where: str, names: Sequence[str]) -> None:
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UsageError(f"{where}: '{twice[0]}' is there twice")
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _numbers(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_numbers(v) for v in value]
+    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "x".join(map(_text, value))
+    return f"{value:g}" if _is_number(value) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-.")

@@ -1,0 +1,149 @@
+"""The queue on disk: what became of each cell, and who works on it now.
+
+SWEEP/sweep.json             the plan
+SWEEP/CELL/                  the cell's run folder
+SWEEP/status/CELL.jsonl      a line for each start and each end, never rewritten
+SWEEP/status/CELL.lock       held while a process works on the cell; it goes with the process, however it ends
+SWEEP/status/CELL.log        what training printed
+SWEEP/status/CELL.error.txt  the traceback of the last failure
+
+A cell is finished when its run folder says so. Any number of processes may share the folder, also over a network file
+system that honours flock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from replaylab.config import write_whole
+from replaylab.errors import ReplaylabError, UsageError
+from replaylab.run import RunFolder
+from replaylab.sweep.plan import Cell, Plan
+from replaylab.train import Interrupted, train
+
+SPECIFIC = ("system", "data", "env", "preset", "settings", "seeds", "options")  # what a finished cell must share
+
+
+class Queue:
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.status = self.folder / "status"
+
+    def write(self, plan: Plan) -> None:
+        """Start the sweep or go on with it; cells that were run under other settings are not silently mixed in."""
+        self.status.mkdir(parents=True, exist_ok=True)
+        for cell in plan.cells:
+            place, changed = RunFolder(self.folder / cell.name), self._changed(cell)
+            if changed and place.checkpoints():
+                raise UsageError(
+                    f"{place.path} was run with other settings ({', '.join(changed)}): rename the sweep, or remove it"
+                )
+        write_whole(self.folder / "sweep.json", plan.to_json())
+
+    def _changed(self, cell: Cell) -> list[str]:
+        """What the cell's last start was told otherwise."""
+        start = next((e["run"] for e in reversed(self.events(cell)) if "run" in e), None)
+        now = json.loads(json.dumps(asdict(cell)))
+        return [f"{k} was {start.get(k)!r}, now {now[k]!r}" for k in SPECIFIC if start and start.get(k) != now[k]]
+
+    def plan(self) -> Plan:
+        return Plan.from_json((self.folder / "sweep.json").read_text())
+
+    # --- events
+
+    def events(self, cell: Cell) -> list[dict[str, Any]]:
+        path = self.status / f"{cell.name}.jsonl"
+        found = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):  # a line that a kill cut short
+                found.append(json.loads(line))
+        return found
+
+    def record(self, cell: Cell, event: str, **more: Any) -> None:
+        line = {"event": event, "time": time.time(), "host": platform.node(), "pid": os.getpid(), **more}
+        with open(self.status / f"{cell.name}.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def finished(self, cell: Cell) -> bool:
+        folder = RunFolder(self.folder / cell.name)
+        with contextlib.suppress(ReplaylabError, AttributeError):
+            return folder.exists() and folder.info().get("status") == "finished"
+        return False
+
+    def state(self, cell: Cell) -> str:
+        """finished, running, failed, interrupted (or killed) or new."""
+        if self.finished(cell):
+            return "finished"
+        last = self.last_event(cell)
+        if last == "started":
+            return "running" if self.busy(cell) else "interrupted"
+        return last
+
+    def last_event(self, cell: Cell) -> str:
+        events = self.events(cell)
+        return str(events[-1]["event"]) if events else "new"
+
+    def failed_since(self, cell: Cell, began: float) -> bool:
+        events = self.events(cell)
+        return bool(events) and events[-1]["event"] == "failed" and events[-1]["time"] >= began
+
+    def error(self, cell: Cell) -> str:
+        failures = [e for e in self.events(cell) if e["event"] == "failed"]
+        return str(failures[-1].get("error")) if failures else ""
+
+    # --- work
+
+    def busy(self, cell: Cell) -> bool:
+        with self.claim(cell) as mine:
+            return not mine
+
+    @contextlib.contextmanager
+    def claim(self, cell: Cell) -> Iterator[bool]:
+        """True where nobody else works on the cell, and nobody else can until the end of the block."""
+        with open(self.status / f"{cell.name}.lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+            else:
+                yield True
+
+    def work(self, cell: Cell, data: Any = None, device: str | None = None) -> str:
+        """Train a claimed cell, from its last checkpoint if it has one; what goes wrong is recorded.
+
+        data: the logs, where they have been read already.
+        """
+        anew = bool(self._changed(cell))  # a mistake was mended before anything was worth keeping
+        self.record(cell, "started", run=asdict(cell))
+        began = time.monotonic()
+        arguments = cell.arguments() | ({"data": data} if data is not None else {})
+        if device is not None and "device" not in cell.settings:
+            arguments["device"] = device
+        sys.argv = cell.command(self.folder / cell.name)  # what run.json gives as the command
+        try:
+            train(**arguments, out=self.folder / cell.name, resume=not anew, overwrite=anew)
+        except (Interrupted, KeyboardInterrupt):
+            self.record(cell, "interrupted", seconds=time.monotonic() - began)
+            raise
+        except Exception as error:
+            told = str(error) if isinstance(error, ReplaylabError) else f"{type(error).__name__}: {error}"
+            (self.status / f"{cell.name}.error.txt").write_text(traceback.format_exc())
+            self.record(cell, "failed", error=" ".join(told.split()), seconds=time.monotonic() - began)
+            return "failed"
+        self.record(cell, "finished", seconds=time.monotonic() - began)
+        return "finished"
+
+
+def missing(queue: Queue, cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if not queue.finished(cell)]

@@ -1,0 +1,221 @@
+"""The comparison on fabricated run folders: numbers by hand, a page that is whole, evidence that is generated."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+
+import pytest
+from pages import Page
+
+from replaylab import scores
+from replaylab.compare import compare, export, gather, markdown, results_markdown, to_csv
+from replaylab.config import write_yaml
+from replaylab.errors import UsageError
+from replaylab.published import PUBLISHED, canonical, dataset_name, published
+from replaylab.sweep.plan import Cell, Plan
+from replaylab.sweep.queue import Queue
+
+LOW, HIGH = scores.REFERENCES["hopper"]
+
+
+def returns(*normalized):
+    """Returns of hopper with these normalised scores."""
+    return [LOW + score / 100 * (HIGH - LOW) for score in normalized]
+
+
+def make_run(path, evaluations, *, system="bc", data="hopper-medium.npz", status="finished", seconds=360.0, **config):
+    """evaluations: (step, seed, normalised scores, settings) each."""
+    path.mkdir(parents=True)
+    given = {"system": system, "data": [data], "env": "d4rl/hopper", "preset": None, "steps": 200, "seeds": [0, 1]}
+    write_yaml(path / "config.yaml", given | config)
+    machine = {"device": "NVIDIA H200", "cpu": "EPYC", "cores": 16, "torch": "2.11"}
+    about = {
+        "command": f"replaylab train {system}",
+        "started": "2026-01-02T03:04:05",
+        "finished": "2026-01-03T03:04:05",
+    }
+    about |= {"seconds": seconds, "status": status, "machine": machine, "parameters": 1234, "data": None}
+    (path / "run.json").write_text(json.dumps(about))
+    lines = []
+    for step, seed, values, *settings in evaluations:
+        line = {"step": step, "seed": seed, "env": "d4rl/hopper", "episodes": len(values), "returns": returns(*values)}
+        line |= {"normalized": list(values), "lengths": [1] * len(values), "settings": dict(*settings), "seconds": 1.0}
+        lines.append(json.dumps(line) + "\n")
+    (path / "eval.jsonl").write_text("".join(lines))
+    return path
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Two systems on two datasets, one cell missing; the best evaluation of `bc` is not its last."""
+    folder = tmp_path / "sweeps" / "demo"
+    make_run(
+        folder / "bc-hopper-medium", [(100, 0, [90, 90]), (100, 1, [80, 80]), (200, 0, [40, 60]), (200, 1, [60, 80])]
+    )
+    make_run(folder / "bc-hopper-expert", [(200, 0, [100, 100]), (200, 1, [110, 110])], data="hopper-expert.npz")
+    targets = [(200, s, [v, v], {"target": t}) for s in (0, 1) for t, v in ((3600.0, 70 + s), (1800.0, 30 + s))]
+    make_run(folder / "dt-hopper-medium", targets, system="dt")
+    cells = [
+        Cell(f"{s}-{d}", s, s, d, "", [f"{d}.npz"], None, None, {}, [0, 1])
+        for s in ("bc", "dt")
+        for d in ("hopper-medium", "hopper-expert")
+    ]
+    queue = Queue(folder)
+    queue.write(Plan("demo", cells))
+    queue.record(cells[3], "started")
+    queue.record(cells[3], "failed", error="out of <memory>")
+    return folder
+
+
+def test_the_table_shows_the_last_score_and_the_best_apart(sweep):
+    found = gather(sweep)
+    assert found.rows == ["bc", "dt, highest target", "dt, second target"]
+    assert found.tasks == ["hopper-expert", "hopper-medium"]
+    entry = found.at("bc", "hopper-medium")
+    # seeds have means 50 and 70: mean 60, standard error 20 / sqrt(2) / sqrt(2) = 10
+    assert entry.summary()["mean"] == 60 and entry.summary()["error"] == pytest.approx(10)
+    assert entry.summary("best")["mean"] == 85  # 90 and 80, at step 100
+    assert entry.seed_means() == [50, 70]
+    assert found.at("dt, highest target", "hopper-medium").summary()["mean"] == pytest.approx(70.5)
+    assert found.at("dt, second target", "hopper-expert") is None
+    assert found.complete() == (["bc"], ["hopper-expert", "hopper-medium"], found.rows[1:])
+    assert found.unfinished == {"dt-hopper-expert": "out of <memory>"}
+
+
+def test_markdown_and_csv_hold_the_same_table(sweep):
+    found = gather(sweep)
+    text = markdown(found)
+    assert "| bc | 105.0 ± 5.0 | 60 ± 10 |" in text
+    assert "| dt, highest target | – | 70.50 ± 0.50 |" in text
+    assert "| *published:* BC (CORL) | – | 53.5 ± 1.8 |" in text and "last checkpoint, mean ± std, 4 seeds" in text
+    assert "2 seeds, 2 episodes a seed" in text and "dt-hopper-expert (out of <memory>)" in text
+    rows = list(csv.DictReader(io.StringIO(to_csv(found))))
+    ours = next(r for r in rows if r["row"] == "bc" and r["task"] == "hopper-medium")
+    assert (
+        float(ours["mean"]) == 60
+        and float(ours["best_mean"]) == 85
+        and ours["seeds"] == "2"
+        and ours["published"] == ""
+    )
+    assert float(ours["gpu_hours"]) == pytest.approx(0.1)
+    theirs = next(r for r in rows if r["row"] == "DT (CORL)")
+    assert (theirs["mean"], theirs["error"], theirs["published"]) == ("65.1", "1.6", "yes") and theirs["protocol"]
+
+
+def test_the_page_is_whole_and_links_to_the_reports(sweep, tmp_path):
+    page = compare(sweep, tmp_path / "comparison.html")
+    html = page.read_text()
+    links = re.findall(r'<a href="([^"#]+)"', html)
+    assert sorted(links) == sorted(
+        f"sweeps/demo/{c}/report.html" for c in ("bc-hopper-medium", "bc-hopper-expert", "dt-hopper-medium")
+    )
+    assert all((tmp_path / link).exists() for link in links)
+    shown = Page(re.sub(r'<a href="[^"#]+"', '<a href="#"', html))  # otherwise nothing leads out of the page
+    for words in (
+        "60 ± 10",
+        "85.0 ± 5.0",
+        "optimistic",
+        "published",
+        "Optimality gap",
+        "Performance profiles",
+        "GPU hours",
+    ):
+        assert words in shown.text, words
+    assert "dt-hopper-expert: out of <memory>" in shown.text  # escaped on the page
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", html)
+    assert len(captions) >= 6 and all(re.search(r"\d seed.*episode", caption) for caption in captions)
+    assert page.with_suffix(".md").exists() and page.with_suffix(".csv").exists()
+
+
+def test_who_beats_whom(sweep, tmp_path):
+    make_run(
+        sweep / "dt-hopper-expert",
+        [(200, s, [v], {"target": t}) for s in (0, 1) for t, v in ((3600.0, 120), (1800.0, 0))],
+        system="dt",
+        data="hopper-expert.npz",
+    )
+    page = compare(sweep, tmp_path / "c.html", reports=False)
+    text = Page(page.read_text()).text
+    # dt at its highest target: 120 beats 100 and 110 always; on medium 70 and 71 beat 50 and, once fully and once in
+    # a tie, 70: (2 + 1.5) / 4. The mean of 1 and 0.875
+    assert "0.94 [" in text and "Probability of improvement" in text
+
+
+def test_plain_runs_are_told_apart_by_what_differs(tmp_path):
+    make_run(tmp_path / "a", [(200, 0, [10])], lr=0.1)
+    make_run(tmp_path / "b", [(200, 0, [20])], lr=0.2)
+    assert gather([tmp_path / "a", tmp_path / "b"]).rows == ["bc (lr 0.1)", "bc (lr 0.2)"]
+    make_run(tmp_path / "c", [(200, 1, [20])], lr=0.1, seeds=[1], data="x/hopper/medium-v0")
+    found = gather([tmp_path / "a", tmp_path / "c"])
+    assert found.rows == ["bc"] and found.tasks == ["hopper-medium"]
+    assert len(found.entries[0].last) == 2  # seeds of two runs are one entry
+
+
+def test_published_scores_stand_only_beside_scores_of_their_kind(tmp_path):
+    run = make_run(tmp_path / "a", [(200, 0, [10])])
+    line = json.loads((run / "eval.jsonl").read_text()) | {"normalized": None}
+    (run / "eval.jsonl").write_text(json.dumps(line))
+    found = gather(run)
+    assert found.entries[0].kind == "return" and "published" not in markdown(found)
+    assert found.complete()[0] == []  # nothing to aggregate
+
+
+def test_a_sweep_without_any_evaluation_has_a_page(tmp_path):
+    make_run(tmp_path / "s" / "a", [], status="running")
+    text = Page(re.sub(r'<a href="[^"#]+"', '<a href="#"', compare(tmp_path / "s").read_text())).text
+    assert "No evaluation has finished yet" in text and "not finished (running)" in text
+
+
+# --- published numbers
+
+
+def test_published_scores_have_a_protocol_and_add_up():
+    for p in PUBLISHED:
+        assert p.protocol and p.scores and p.kind in ("normalised", "return")
+    corl = {p.label: p for p in PUBLISHED if p.source == "CORL"}
+    means = {label: sum(v for v, _ in p.scores.values()) / len(p.scores) for label, p in corl.items()}
+    # the averages that CORL prints itself
+    for label, told in (("BC", 50.4), ("10%BC", 69.3), ("DT", 73.8), ("TD3+BC", 76.4), ("IQL", 81.6), ("EDAC", 92.9)):
+        assert means[label] == pytest.approx(told, abs=0.12), label
+    dice = next(p for p in PUBLISHED if p.label == "Diffusion-DICE")
+    assert sum(v for v, _ in dice.scores.values()) / 9 == pytest.approx(90.6, abs=0.05)
+
+
+def test_published_are_found_by_any_spelling():
+    assert {p.label for p in published(["hopper_medium-v2"], ["dt"])} == {"DT"}
+    assert published(["nobody-knows"]) == []
+    assert canonical("mujoco/hopper/medium-v0") == canonical("hopper-medium.hdf5") == "hopper-medium"
+    assert dataset_name("data/hopper/medium-v0") == "hopper-medium-v0" and dataset_name("logs/mine.npz") == "mine"
+    assert next(p for p in published(["atari/pong"]) if p.label == "SimPLe").scores["atari/pong"] == (12.8, None)
+
+
+# --- evidence
+
+
+def test_evidence_is_small_and_the_text_is_made_from_it(sweep, tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    for cell in ("bc-hopper-medium", "dt-hopper-medium"):
+        export(sweep / cell, folder, note="shared the GPU" if cell.startswith("dt") else "")
+    (folder / "bench-cpu.json").write_text('{"rows": []}')  # of another kind
+    result = json.loads((folder / "bc-hopper-medium.json").read_text())
+    assert (folder / "bc-hopper-medium.json").stat().st_size < 4000
+    (only,) = result["scores"]
+    assert [line["mean"] for line in only["last"]] == [50, 70] and [line["mean"] for line in only["best"]] == [90, 80]
+    assert only["last"][0] | {"return": 0} == {
+        "seed": 0, "step": 200, "episodes": 2, "mean": 50, "std": 10, "min": 40, "max": 60, "return": 0,
+    }  # fmt: skip
+    assert result["settings"] == {"steps": 200} and result["date"] == "2026-01-03" and result["seconds"] == 360
+    debug = make_run(tmp_path / "debug", [(500, 0, [1])], preset="debug", steps=500, hidden=[64, 64], lr=0.5)
+    assert export(debug)["settings"] == {"lr": 0.5}  # neither defaults nor the preset's
+    text = results_markdown(folder)
+    assert (
+        "| bc | `steps 200` | **60 ± 10** | 85.0 ± 5.0 | 60.0 [50.0, 70.0] | 2 x 2 | 6 min 00 s | NVIDIA H200 |" in text
+    )
+    assert "| dt, highest target |" in text and "*published:* DT (CORL)" in text and "shared the GPU" in text
+    assert "replaylab train bc" in text and "2026-01-03" in text
+    with pytest.raises(UsageError, match="no result files"):
+        results_markdown(tmp_path)

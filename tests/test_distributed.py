@@ -1,0 +1,77 @@
+"""Two processes with half the batch each are one process with the whole batch."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+from conftest import make_episodes
+
+from replaylab import distributed
+from replaylab.algos import Spaces, bc, dt
+from replaylab.errors import UsageError
+from replaylab.step import Stepper
+
+CPU = torch.device("cpu")
+CONFIGS = {
+    "bc": (bc, bc.Config(steps=20, batch_size=16, hidden=[16])),
+    "dt": (dt, dt.Config(steps=20, batch_size=8, context=3, width=16, layers=1, dropout=0.0, clip=0.1, warmup_steps=2)),
+}
+
+
+def updates(name, path=None, steps=6):
+    """Some updates of a tiny system: (losses, weights), or saved to `path`."""
+    module, config = CONFIGS[name]
+    episodes = make_episodes(
+        (5, 3, 8, 6)
+    )  # short: many windows are padded, and the processes' parts differ in how much
+    torch.manual_seed(0)
+    agent = module.Agent(config, Spaces.of(episodes), [0, 1], CPU)
+    phases = agent.phases(episodes)
+    distributed.join(agent, phases)
+    stepper = Stepper(phases[0], CPU)
+    stepper.run(0, steps)
+    found = {"loss": torch.tensor(stepper.read()["loss"]), **agent.state_dict()}
+    if path is None:
+        return found
+    torch.save(found, path)
+
+
+def in_process(name, path, rank, port):
+    """A forked process that is one of two."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            updates(name, path)
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.timeout(100)
+def test_two_processes_learn_what_one_with_the_whole_batch_learns(name, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids = [in_process(name, tmp_path / str(rank), rank, port) for rank in (0, 1)]
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    first, second = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
+    whole = updates(name)
+    for key, value in whole.items():
+        assert torch.equal(first[key], second[key]), key
+        torch.testing.assert_close(first[key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_that_cannot_be_shared_out_is_an_error(monkeypatch):
+    module, config = CONFIGS["bc"]
+    episodes = make_episodes()
+    sampler = module.Agent(config, Spaces.of(episodes), [0], CPU).phases(episodes)[0].sampler
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UsageError, match="a batch of 16 cannot be shared out to 3"):
+        distributed.Part(sampler, torch.ones(1)).draw(0, 1)

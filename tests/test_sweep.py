@@ -1,0 +1,315 @@
+"""Sweeps: the file, the queue on disk, workers that fail, stop and die; a Ray cluster where Ray is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import make_episodes
+
+import replaylab
+from replaylab.algos import SYSTEMS
+from replaylab.errors import UsageError
+from replaylab.run import RunFolder
+from replaylab.sweep import local, read_plan, run
+from replaylab.sweep.estimate import Watch, configured, estimate
+from replaylab.sweep.plan import Plan
+from replaylab.sweep.queue import Queue
+
+TINY = {"steps": 20, "batch_size": 8, "hidden": [8], "log_every": 10}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with two tiny datasets, and in it we are."""
+    monkeypatch.chdir(tmp_path)
+    for i, name in enumerate(("one", "two")):
+        replaylab.save(make_episodes((30, 20, 30), seed=i), tmp_path / f"{name}.npz")
+    return tmp_path
+
+
+class Forked:
+    """Stands for a subprocess, without importing torch again."""
+
+    def __init__(self, call, *arguments):
+        self.returncode = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                call(*arguments)
+                os._exit(0)
+            finally:
+                os._exit(1)
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout=None):
+        _until(lambda: self.poll() is not None, timeout)
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    monkeypatch.setattr(local, "_start", lambda queue, device, began: Forked(local.work, str(queue.folder), began))
+
+
+def write(place, file="tiny", **values):
+    values = {"systems": ["bc"], "datasets": ["one.npz", "two.npz"], "seeds": [0, 1], "settings": TINY} | values
+    path = place / f"{file}.yaml"
+    path.write_text(json.dumps(values))  # JSON is YAML
+    return path
+
+
+def starts(folder, cell):
+    lines = (folder / "status" / f"{cell}.jsonl").read_text().splitlines()
+    return [json.loads(line)["event"] for line in lines]
+
+
+# --- the file
+
+
+def test_cells_are_systems_by_datasets_by_settings(place):
+    systems = [
+        "bc",
+        {"system": "bc", "name": "best", "settings": {"top_fraction": 0.5}, "datasets": ["two"], "seeds": [7]},
+        {"system": "bc", "name": "grid", "grid": {"lr": [0.001, "3e-4"], "hidden": [[8], [8, 4]]}, "datasets": ["one"]},
+    ]
+    plan = read_plan(write(place, systems=systems, datasets=["one.npz", {"name": "two", "path": ["two.npz"]}]))
+    assert [c.name for c in plan.cells] == [
+        "bc-one", "bc-two", "best-two",
+        "grid-one-lr0.001-hidden8", "grid-one-lr0.001-hidden8x4", "grid-one-lr0.0003-hidden8",
+        "grid-one-lr0.0003-hidden8x4",
+    ]  # fmt: skip
+    best, last = plan.cells[2], plan.cells[-1]
+    assert best.seeds == [7] and best.settings == TINY | {"top_fraction": 0.5} and best.data == ["two.npz"]
+    assert last.settings["lr"] == 3e-4 and last.settings["hidden"] == [8, 4]  # YAML takes 3e-4 for a word
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "--top-fraction 0.5" in " ".join(best.command("x")) and "--seeds 7" in " ".join(best.command("x"))
+
+
+def test_list_of_settings_joined_data_and_split_seeds(place):
+    both = {"path": ["one.npz", "two.npz"], "env": "d4rl/hopper"}
+    plan = read_plan(write(place, datasets=[both], list=[{"lr": 0.1}, {"batch_size": 4}], split_seeds=True))
+    assert [c.name for c in plan.cells] == [
+        "bc-one+two-lr0.1-seed0",
+        "bc-one+two-lr0.1-seed1",
+        "bc-one+two-batch_size4-seed0",
+        "bc-one+two-batch_size4-seed1",
+    ]
+    assert plan.cells[0].seeds == [0] and plan.cells[0].env == "d4rl/hopper"
+    assert plan.cells[0].data == ["one.npz", "two.npz"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"systems": ["bcc"]}, r"systems\[0\]: unknown system 'bcc'; did you mean"),
+        ({"systems": ["bc", {"system": "bc", "preset": "debgu"}]}, r"systems\[1\]: unknown preset .* 'debug'"),
+        ({"systems": [{"system": "bc", "settings": {"lrr": 1}}]}, r"systems\[0\]: .*unknown key 'lrr'; .*'lr'"),
+        ({"grid": {"lr": ["fast"]}}, r"systems\[0\]: lr must be float"),
+        ({"grid": {"lr": 0.1}}, "grid: lr must be a list"),
+        ({"datasets": ["one.npz", "tow.npz"]}, r"datasets\[1\]: tow.npz: no such file.*did you mean"),
+        ({"datasets": ["one.npz", "one.npz"]}, "'one' is there twice"),
+        ({"systems": ["bc", "bc"]}, "'bc-one' is there twice"),
+        ({"systems": [{"system": "bc", "datasets": ["three"]}]}, "unknown dataset 'three'"),
+        ({"seeds": [1, 1]}, "seeds must be distinct"),
+        ({"sytems": []}, "unknown key 'sytems'; did you mean 'systems'"),
+        ({"budget": "long"}, "budget must be minutes"),
+        ({"name": "a/b"}, "fit for a folder"),
+        ({"datasets": []}, "bc learns from logs: list `datasets`"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_place(place, change, told):
+    with pytest.raises(UsageError, match=told) as caught:
+        run(write(place, **change))
+    assert "\n" not in str(caught.value) and "tiny.yaml" in str(caught.value)
+    assert not (place / "sweeps").exists()
+
+
+def test_the_shipped_files_are_valid(place):
+    benchmarks = Path(__file__).parent.parent / "benchmarks"
+    smoke = read_plan(benchmarks / "smoke.yaml")
+    assert {c.system for c in smoke.cells} == set(SYSTEMS) and {c.preset for c in smoke.cells} == {"debug"}
+    online = next(c for c in smoke.cells if c.system == "mbarc")
+    assert online.name == "mbarc-freeway" and online.data is None and online.env == "atari/freeway"
+    for name in ("hopper-medium", "hopper-expert", "halfcheetah-medium", "halfcheetah-expert"):
+        replaylab.save(make_episodes(), place / "data" / name, format="native")
+    locomotion = read_plan(benchmarks / "locomotion.yaml")
+    assert "bc10-hopper-medium-expert" in [c.name for c in locomotion.cells]
+    small = {"bc", "bcq"}  # networks
+    assert all(len(c.seeds) == (5 if c.system in small else 3) for c in locomotion.cells)
+
+
+def test_dry_run_shows_cells_and_time_and_does_nothing(place, capsys):
+    path = write(place)
+    run(path, dry_run=True)
+    shown = capsys.readouterr().out
+    assert "bc-one  2 seeds   new" in shown and "2 cells, 2 to do" in shown and "a table" in shown
+    assert not (place / "sweeps").exists()
+
+
+def test_time_is_guessed_from_earlier_runs_else_from_a_table(place):
+    cell = read_plan(write(place)).cells[0]
+    assert estimate(cell, [], False)[0] == pytest.approx(20 * 3.0 / 1e3)
+    other = {"system": "bc", "steps": 10, "seconds": 4.0, "data": ["x"], "seeds": [0, 1]}
+    assert estimate(cell, [other, other | {"system": "dt", "seconds": 99.0}], False)[0] == 8.0
+    same = other | configured(cell) | {"data": ["one.npz"], "seconds": 3.0}
+    assert estimate(cell, [other, same], False) == (3.0, "the same run before")
+    assert estimate(cell, [other, same | {"lr": 1.0}], False)[0] == pytest.approx(8.0)  # another setting
+
+
+# --- running
+
+
+def test_a_failed_cell_is_recorded_and_the_rest_goes_on(place, capfd):
+    path = write(place, systems=["bc", {"system": "bc", "name": "mad", "settings": {"lr": 1e30}, "datasets": ["one"]}])
+    found = run(path)
+    folder = place / "sweeps" / "tiny"
+    assert found.finished == ["bc-one", "bc-two"] and found.left == []
+    assert "lower the learning rate" in found.failed["mad-one"]
+    assert "DataError" in (folder / "status" / "mad-one.error.txt").read_text()
+    assert [RunFolder(folder / c).info()["status"] for c in ("bc-one", "mad-one")] == ["finished", "failed"]
+    assert RunFolder(folder / "bc-one").info()["command"].startswith("replaylab train bc --data one.npz --steps 20")
+    assert "mad-one: failed" in capfd.readouterr().err
+    # the same command again does only what is missing
+    run(path)
+    assert starts(folder, "bc-one") == ["started", "finished"]
+    assert starts(folder, "mad-one") == ["started", "failed"] * 2
+    # a mistake that is mended starts its cell anew
+    mended = [{"system": "bc", "name": "mad", "settings": {"lr": 0.1}, "datasets": ["one"]}]
+    assert run(write(place, systems=mended)).finished == ["mad-one"]
+    # a cell is the run that `train` makes
+    alone = replaylab.train("bc", "one.npz", out="alone", seeds=[0, 1], **TINY)
+    assert_equal(folder / "bc-one", alone)
+    # other settings under the same name are not mixed in
+    with pytest.raises(UsageError, match=r"bc-one was run with other settings \(settings was .*rename the sweep"):
+        run(write(place, settings=TINY | {"steps": 30}))
+
+
+def assert_equal(first, second):
+    ours, theirs = (RunFolder(path).weights() for path in (first, second))
+    assert ours.keys() == theirs.keys() and all((ours[k] == theirs[k]).all() for k in ours)
+
+
+def test_an_interrupted_cell_is_resumed_and_ends_the_same(place, forked):
+    path = write(place, settings=TINY | {"steps": 3000, "log_every": 10}, datasets=["one.npz"])
+    process = Forked(run, path)
+    metrics = place / "sweeps/tiny/bc-one/metrics.jsonl"
+    _until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    folder = place / "sweeps" / "tiny"
+    assert starts(folder, "bc-one") == ["started", "interrupted"]
+    step = int(RunFolder(folder / "bc-one").checkpoints()[-1].name.removeprefix("step-"))
+    assert 0 < step < 3000
+    RunFolder(folder / "bc-one").append("metrics.jsonl", [{"step": 0, "kept": True}])  # a new start would lose it
+    assert run(path).finished == ["bc-one"]
+    assert starts(folder, "bc-one") == ["started", "interrupted", "started", "finished"]
+    assert any("kept" in line for line in RunFolder(folder / "bc-one").lines("metrics.jsonl"))
+    alone = replaylab.train("bc", "one.npz", out="alone", seeds=[0, 1], **TINY | {"steps": 3000})
+    assert_equal(folder / "bc-one", alone)
+
+
+def test_a_killed_worker_costs_its_cell_only(place, forked):
+    path = write(
+        place, systems=[{"system": "bc", "name": "long", "settings": {"steps": 10**7}, "datasets": ["one"]}, "bc"]
+    )
+    folder = place / "sweeps" / "tiny"
+
+    def kill():
+        _until(lambda: (folder / "long-one" / "metrics.jsonl").exists())
+        line = (folder / "status" / "long-one.jsonl").read_text().splitlines()[0]
+        os.kill(json.loads(line)["pid"], signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    found = run(path)
+    assert found.finished == ["bc-one", "bc-two"] and "SIGKILL" in found.failed["long-one"]
+
+
+def test_two_sweeps_at_once_share_the_work(place, forked):
+    path = write(place, grid={"lr": [0.1, 0.01, 0.001]})
+    both = [Forked(run, path) for _ in range(2)]
+    assert [p.wait(100) for p in both] == [0, 0]
+    folder = place / "sweeps" / "tiny"
+    cells = read_plan(path).cells
+    assert len(cells) == 6 and all(starts(folder, c.name) == ["started", "finished"] for c in cells)
+
+
+def test_the_budget_ends_a_sweep_and_the_next_one_goes_on(place, forked):
+    long = {"system": "bc", "name": "long", "settings": {"steps": 10**7}, "datasets": ["one"]}
+    plan = read_plan(write(place, systems=[long, "bc"], budget=0.03))
+    queue = Queue(place / "sweeps" / "tiny")
+    queue.write(plan)
+    watch = Watch("tiny", queue, plan.cells, {c.name: 1.0 for c in plan.cells}, 1)
+    local.run_local(plan, queue, watch, ["cpu"], time.time())
+    assert queue.state(plan.cells[0]) in ("interrupted", "new") and not queue.finished(plan.cells[0])
+    assert "left" in watch._line()
+
+
+def test_a_worker_that_cannot_start_is_one_error(place, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(UsageError, match=r"workers\.log"):
+        run(write(place))
+
+
+def _until(condition, seconds=60.0):
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.02)
+
+
+# --- Ray
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("data", ["path", "store"])
+def test_ray_cluster_loses_a_node_and_no_cell(place, data):
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    victim, _ = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    cluster.wait_for_nodes()
+    path = write(place, settings=TINY | {"steps": 4000, "checkpoint_minutes": 0.01}, grid={"lr": [0.1, 0.01]})
+    folder = place / "sweeps" / "tiny"
+    killed = []
+
+    def kill():
+        _until(lambda: len(list(folder.glob("*/checkpoints/step-*"))) >= 2, 120)
+        killed.append({c: starts(folder, c) for c in (p.stem for p in (folder / "status").glob("*.jsonl"))})
+        cluster.remove_node(victim, allow_graceful=False)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        found = run(path, on="ray", address=cluster.address, data=data)
+    finally:
+        thread.join()
+        ray.shutdown()
+        cluster.shutdown()
+    cells = read_plan(path).cells
+    assert sorted(found.finished) == sorted(c.name for c in cells) and not found.failed and not found.left
+    assert killed and any(events[-1] == "started" for events in killed[0].values())
+    events = {c.name: starts(folder, c.name) for c in cells}
+    assert all(e.count("finished") == 1 and e[-1] == "finished" for e in events.values())
+    assert any(e.count("started") > 1 for e in events.values()), events  # the lost one was taken up again
+    alone = replaylab.train("bc", "one.npz", out="alone", seeds=[0, 1], **TINY | {"steps": 4000, "lr": 0.1})
+    assert_equal(folder / "bc-one-lr0.1", alone)
