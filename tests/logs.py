@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from replaylab.data import Episodes, save
+from replaylab.data.episodes import from_rows
+from replaylab.data.formats import dqn_replay
 
 WRITTEN = {"native": "store", "minari": "things-v0", "npz": "log.npz", "d4rl": "log.hdf5"}
 
@@ -141,6 +143,10 @@ def samples(folder: Path) -> dict[str, Path]:
     wide = {f"obs_{i}": np.arange(9.0) for i in range(2)} | {"action": np.ones(9), "reward": np.ones(9)}
     pyarrow.parquet.write_table(pa.table(wide), folder / "x.parquet")
     found["parquet"] = folder / "x.parquet"
+    found["dqn-replay"] = folder / "Pong"
+    frames = np.arange(30, dtype=np.uint8)[:, None, None] * np.ones((84, 84), np.uint8)
+    ends = np.arange(30) % 10 == 9
+    dqn_replay.write(from_rows(frames, np.arange(30) % 4, np.ones(30), ends), found["dqn-replay"])
     return found
 
 

@@ -249,6 +249,14 @@ def test_learns_a_pixel_bandit() -> None:
     assert greedy.shape == (1, 8)
 
 
+def test_the_learning_rate_falls_to_a_tenth() -> None:
+    agent = DQN(small(lr_steps=400), 8, 2, 0, CPU)
+    pixel_bandit(agent, 26)  # 208 of 400 steps
+    assert float(agent.optimizer.param_groups[0]["lr"]) == pytest.approx(1e-3 * (1 - 0.9 * 208 / 400), rel=0.05)
+    pixel_bandit(agent, 40)
+    assert float(agent.optimizer.param_groups[0]["lr"]) == pytest.approx(1e-4)
+
+
 def test_update_moves_the_value_to_the_goal() -> None:
     agent = DQN(small(), 4, 3, 0, CPU)
     frames = torch.randint(0, 256, (2, STACK, 84, 84), dtype=torch.uint8)

@@ -6,6 +6,7 @@ not the end of the test run. `SEED` in a failure reproduces the file: damage(sam
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import random
@@ -25,7 +26,8 @@ from replaylab.data import load
 from replaylab.data.formats import table
 from replaylab.errors import DataError, ReplaylabError
 
-KINDS = ["native", "minari", "npz", "flat npz", "d4rl", "hdf5", "list", "dict", "csv", "plain csv", "parquet"]
+KINDS = ["native", "minari", "npz", "flat npz", "d4rl", "hdf5", "list", "dict", "csv", "plain csv"]
+KINDS += ["parquet", "dqn-replay"]
 MEMORY = 2 << 30  # bytes a reader may add
 LARGEST = 100 << 20  # bytes that any array it returns may have
 PATIENCE = 30  # seconds a file may take
@@ -80,6 +82,14 @@ def damage_inside(data: bytes, rng: random.Random) -> bytes:
     return out.getvalue()
 
 
+def damage_unzipped(data: bytes, rng: random.Random) -> bytes:
+    """The same for a gzip file."""
+    return gzip.compress(damage(gzip.decompress(data), rng), 1)
+
+
+INSIDE = {".npz": damage_inside, ".gz": damage_unzipped}
+
+
 def victims(sample: Path) -> list[Path]:
     return [sample] if sample.is_file() else sorted(p for p in sample.rglob("*") if p.is_file())
 
@@ -90,8 +100,8 @@ def attempt(sample: Path, work: Path, seed: int) -> str:
     victim = rng.choice(victims(sample))
     target = work / victim.relative_to(sample.parent)
     data = target.read_bytes()
-    inside = victim.suffix == ".npz" and rng.random() < 0.7
-    target.write_bytes((damage_inside if inside else damage)(data, rng))
+    inside = INSIDE.get(victim.suffix, damage) if rng.random() < 0.7 else damage
+    target.write_bytes(inside(data, rng))
     try:
         episodes = load(work / sample.name, max_episode_steps=rng.choice([None, None, 3]))
         arrays = [episodes.observations, episodes.actions, *episodes.extras.values(), *episodes.attachments.values()]
@@ -107,6 +117,8 @@ def attempt(sample: Path, work: Path, seed: int) -> str:
         return traceback.format_exc()
     finally:
         target.write_bytes(data)
+        for extraction in work.rglob(".replaylab"):
+            shutil.rmtree(extraction)
     return ""
 
 

@@ -38,6 +38,7 @@ class Config:
         32.0, "how often a transition is learned from: updates a step are replay_ratio / batch_size"
     )
     lr: float = knob(2e-4, "Adam's learning rate")
+    lr_steps: int | None = knob(None, "environment steps over which it falls to a tenth; default: all; 0: it stays")
     adam_eps: float = knob(2e-5, "Adam's epsilon")
     gamma: float = knob(0.99, "discount")
     n_step: int = knob(3, "rewards summed before the bootstrap")
@@ -172,7 +173,11 @@ class DQN(nn.Module):
         if device.type == "cuda":
             self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = torch.optim.Adam(
-            self.online.parameters(), config.lr, eps=config.adam_eps, fused=True, capturable=device.type == "cuda"
+            self.online.parameters(),
+            torch.tensor(config.lr, device=device),
+            eps=config.adam_eps,
+            fused=True,
+            capturable=device.type == "cuda",
         )
         self.ring = Ring(games, length, device)
         self.chosen = torch.zeros(games, dtype=torch.int64, device=device)
@@ -215,6 +220,9 @@ class DQN(nn.Module):
             goal = batch["returns"] + batch["bootstrap"] * following
         values = self.online(batch["observations"]).gather(1, batch["actions"][:, None])[:, 0]
         loss = (batch["weight"] * huber_loss(values, goal, reduction="none")).mean()
+        if self.config.lr_steps:
+            along = (self.ring.time * self.ring.games / self.config.lr_steps).clamp(max=1.0)
+            self.optimizer.param_groups[0]["lr"].copy_(self.config.lr * (1 - 0.9 * along))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.online.parameters(), self.config.max_grad_norm)

@@ -120,6 +120,7 @@ class Collector:
         self.per_chapter = config.chapter // self.games
         training.mkdir(parents=True, exist_ok=True)
         config.replay_size = min(config.replay_size, self.total * self.games)
+        config.lr_steps = steps if config.lr_steps is None else config.lr_steps
         self.env = atari.engine(env_id, self.games, autoreset="SameStep", stack=1, sticky=config.sticky)
         self.agent = DQN(config, self.games, int(self.env.single_action_space.n), seed, device)
         if device.type == "cuda":

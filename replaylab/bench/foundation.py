@@ -1,64 +1,20 @@
-"""`replaylab bench`: the hot paths, timed on this machine on made-up data of the real shapes."""
+"""Reading data, behaviour cloning, SAC, evaluation and the environments."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from replaylab.algos import Spaces
-from replaylab.data.episodes import Episodes
-from replaylab.errors import UsageError, nearest, require
-from replaylab.evaluate import pick_device
-from replaylab.run import machine
+from replaylab.bench.common import Rows, hopper_like, seconds_per_call
 from replaylab.step import Graph, Stepper
-
-Rows = Iterator[tuple[str, float, str]]  # (what, figure, unit)
-
-
-def hopper_like(rows: int = 299_470, episodes: int = 663) -> Episodes:
-    """Noise with the shapes of hopper-medium."""
-    rng = np.random.default_rng(0)
-    offsets = np.linspace(0, rows, episodes + 1).astype(np.int64)
-    terminated = np.zeros(rows, bool)
-    terminated[offsets[1:] - 1] = True
-    return Episodes(
-        observations=rng.standard_normal((rows, 11)).astype(np.float32),
-        actions=rng.uniform(-1, 1, (rows, 3)).astype(np.float32),
-        rewards=rng.standard_normal(rows),
-        terminated=terminated,
-        truncated=np.zeros(rows, bool),
-        offsets=offsets,
-        final_observations=rng.standard_normal((episodes, 11)).astype(np.float32),
-        final_known=np.ones(episodes, bool),
-        meta={"env_id": "d4rl/hopper"},
-    )
-
-
-def seconds_per_call(call: Callable[[], Any], device: torch.device, calls: int, repeats: int = 5) -> float:
-    """Median over repeats of the mean time of a call, the device waited for."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    times = []
-    for _ in range(repeats + 1):  # the first one warms up
-        wait()
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        wait()
-        times.append((time.perf_counter() - began) / calls)
-    return float(np.median(times[1:]))
 
 
 def bc_update(device: torch.device) -> Rows:
@@ -160,58 +116,3 @@ CASES: dict[str, Callable[[torch.device], Rows]] = {
     "evaluation": evaluation,
     "env-steps": env_steps,
 }
-
-
-def against_sb3(device: torch.device) -> Rows:
-    """Stable-Baselines3's SAC update and ours on the same shapes, in one run."""
-    sb3 = require("stable_baselines3", "timing against Stable-Baselines3")
-    gymnasium: Any = require("gymnasium", "timing against Stable-Baselines3")
-
-    class Noise(gymnasium.Env):
-        observation_space = gymnasium.spaces.Box(-1, 1, (11,), np.float32)
-        action_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
-            return self.observation_space.sample(), {}
-
-        def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
-            return self.observation_space.sample(), 0.0, False, False, {}
-
-    theirs = sb3.SAC("MlpPolicy", Noise(), batch_size=256, buffer_size=100_000, device=device, learning_starts=500)
-    theirs.learn(600)  # fills the replay and warms up
-    updates = 100 if device.type == "cuda" else 20
-    spent = seconds_per_call(partial(theirs.train, updates, 256), device, 1) / updates
-    yield f"sac update of stable-baselines3 {sb3.__version__}", 1e3 * spent, "ms"
-    (_, ours, _), *_ = sac_update(device)
-    yield "sac update of replaylab, one seed", ours, "ms"
-    yield "ours is faster by", 1e3 * spent / ours, "x"
-
-
-PEERS = {"sb3": against_sb3}
-
-
-def bench(
-    cases: list[str] | None = None, *, device: str = "auto", json_path: str | None = None, against: str | None = None
-) -> dict[str, Any]:
-    """Run cases, print a row for each figure, and return (and write) them with the machine they were taken on.
-
-    `against` names a peer to time beside us instead.
-    """
-    if against is not None and against not in PEERS:
-        raise UsageError(f"unknown peer '{against}'{nearest(against, PEERS)}")
-    chosen = {f"against-{against}": PEERS[against]} if against else {c: CASES[c] for c in cases or CASES if c in CASES}
-    for case in cases or []:
-        if case not in CASES:
-            raise UsageError(f"unknown bench case '{case}'{nearest(case, CASES)}")
-    where = pick_device(device)
-    if where.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    found = []
-    for case, run in chosen.items():
-        for what, figure, unit in run(where):
-            found.append({"case": case, "what": what, "figure": figure, "unit": unit})
-            print(f"{case:12s} {what:75s} {figure:12,.4g} {unit}", flush=True)
-    result = {"machine": machine(where), "rows": found}
-    if json_path:
-        Path(json_path).write_text(json.dumps(result, indent=1))
-    return result

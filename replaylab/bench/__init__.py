@@ -1,0 +1,55 @@
+"""`replaylab bench`: the hot paths, timed on this machine on made-up data of the real shapes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replaylab.bench.common import Rows
+from replaylab.errors import UsageError, nearest
+from replaylab.evaluate import pick_device
+from replaylab.run import machine
+
+PARTS = ("foundation", "dt", "gormpo", "dice", "world", "mbarc")  # modules with CASES
+PEERS = ("sb3", "d3rlpy")  # modules with `against`, which times a peer beside us
+
+
+def all_cases() -> dict[str, Callable[[torch.device], Rows]]:
+    return {name: case for part in PARTS for name, case in _module(part).CASES.items()}
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"replaylab.bench.{name}")
+
+
+def bench(
+    cases: list[str] | None = None, *, device: str = "auto", json_path: str | None = None, against: str | None = None
+) -> dict[str, Any]:
+    """Run cases, print a row for each figure, and return (and write) them with the machine they were taken on.
+
+    `against` names a peer to time beside us instead.
+    """
+    if against is not None and against not in PEERS:
+        raise UsageError(f"unknown peer '{against}'{nearest(against, PEERS)}")
+    known = {f"against-{against}": _module(against).against} if against else all_cases()
+    unknown = [] if against else [case for case in cases or [] if case not in known]
+    if unknown:
+        raise UsageError(f"unknown bench case '{unknown[0]}'{nearest(unknown[0], known)}")
+    chosen = {case: known[case] for case in known if against or not cases or case in cases}
+    where = pick_device(device)
+    if where.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    found = []
+    for case, run in chosen.items():
+        for what, figure, unit in run(where):
+            found.append({"case": case, "what": what, "figure": figure, "unit": unit})
+            print(f"{case:12s} {what:75s} {figure:12,.4g} {unit}", flush=True)
+    result = {"machine": machine(where), "rows": found}
+    if json_path:
+        Path(json_path).write_text(json.dumps(result, indent=1))
+    return result

@@ -1,0 +1,51 @@
+"""What the cases share: made-up data of the real shapes, and a clock that waits for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaylab.data.episodes import Episodes
+
+Rows = Iterator[tuple[str, float, str]]  # (what, figure, unit)
+
+
+def hopper_like(rows: int = 299_470, episodes: int = 663) -> Episodes:
+    """Noise with the shapes of hopper-medium."""
+    rng = np.random.default_rng(0)
+    offsets = np.linspace(0, rows, episodes + 1).astype(np.int64)
+    terminated = np.zeros(rows, bool)
+    terminated[offsets[1:] - 1] = True
+    return Episodes(
+        observations=rng.standard_normal((rows, 11)).astype(np.float32),
+        actions=rng.uniform(-1, 1, (rows, 3)).astype(np.float32),
+        rewards=rng.standard_normal(rows),
+        terminated=terminated,
+        truncated=np.zeros(rows, bool),
+        offsets=offsets,
+        final_observations=rng.standard_normal((episodes, 11)).astype(np.float32),
+        final_known=np.ones(episodes, bool),
+        meta={"env_id": "d4rl/hopper"},
+    )
+
+
+def seconds_per_call(call: Callable[[], Any], device: torch.device, calls: int, repeats: int = 5) -> float:
+    """Median over repeats of the mean time of a call, the device waited for."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    times = []
+    for _ in range(repeats + 1):  # the first one warms up
+        wait()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        wait()
+        times.append((time.perf_counter() - began) / calls)
+    return float(np.median(times[1:]))

@@ -1,0 +1,57 @@
+"""Diffusion-DICE: an update of the behaviour model, one of values and guidance, and a choice among candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from replaylab.algos import Spaces, diffusion_dice
+from replaylab.bench.common import Rows, hopper_like, seconds_per_call
+from replaylab.step import Stepper
+
+HOPPER = Spaces([11], "float32", 3, False, [-1.0] * 3, [1.0] * 3)
+
+
+def _updates(device: torch.device, phase: int, what: str, seeds: Sequence[int], compiled: bool) -> Rows:
+    cuda = device.type == "cuda"
+    episodes = hopper_like() if cuda else hopper_like(20_000, 40)
+    calls = 200 if cuda else 2
+    for count in seeds:
+        for compile in ("auto", "on") if cuda and compiled else ("auto",):
+            agent = diffusion_dice.Agent(diffusion_dice.Config(), HOPPER, range(count), device)
+            stepper = Stepper(agent.phases(episodes)[phase], device, compile)
+            spent = seconds_per_call(partial(stepper.run, 0, calls), device, 1, 5 if cuda else 1) / calls
+            how = {"auto": "captured" if cuda else "eager", "on": "compiled + captured"}[compile]
+            yield f"{what}, {count} seed{'s' if count > 1 else ''}, {how}", 1e3 * spent, "ms"
+
+
+def behavior(device: torch.device) -> Rows:
+    yield from _updates(device, 0, "diffusion-dice behaviour update, batch 4096", (1,), True)
+
+
+def critic(device: torch.device) -> Rows:
+    what = "diffusion-dice critic update, batch 512, 16 copies, 10 Qs"
+    yield from _updates(device, 1, what, (1, 5), True)
+
+
+def sample(device: torch.device) -> Rows:
+    config = diffusion_dice.Config(candidates=64, guidance=4.0)
+    agent = diffusion_dice.Agent(config, HOPPER, [0], device).eval()
+    for count in (10, 100) if device.type == "cuda" else (10,):
+        states = torch.randn(1, count, 11, device=device)
+
+        def answer(states: torch.Tensor = states) -> None:
+            agent.act(states)[0].cpu()
+
+        calls, repeats = (50, 5) if device.type == "cuda" else (1, 2)
+        spent = seconds_per_call(answer, device, calls, repeats)
+        yield f"diffusion-dice choice, {count} states x 64 candidates, result on the host", 1e3 * spent, "ms"
+
+
+CASES: dict[str, Callable[[torch.device], Rows]] = {
+    "dice-behavior": behavior,
+    "dice-critic": critic,
+    "dice-sample-10x64": sample,
+}
