@@ -286,3 +286,24 @@ PUBLISHED = [
         """,
     ),
 ]
+
+
+# What the originals take on one H200 (torch 2.11), in milliseconds: their own loops on the shapes of our bench cases.
+ORIGINALS: dict[str, tuple[str, float]] = {
+    "dt-hopper-train": ("kzl/decision-transformer", 23.0),
+    "dt-hopper-act": ("kzl/decision-transformer, one environment", 5.0),
+    "dt-atari-train": ("kzl/decision-transformer", 37.3),
+    "dt-atari-act": ("kzl/decision-transformer, one environment", 11.0),
+    "dynamics-epoch": ("GORMPO", 6058.0),
+    "rollout-50kx5": ("GORMPO", 637.0),
+    "sac-update": ("GORMPO", 12.9),
+    "realnvp-train": ("GORMPO", 16.8),
+    "realnvp-score-50k": ("GORMPO", 5.6),
+    "dice-behavior": ("Diffusion-DICE", 58.9),
+    "dice-critic": ("Diffusion-DICE", 27.3),
+    "dice-sample-10x64": ("Diffusion-DICE", 93.9),
+    "mbarc-world-train": ("MBARC", 66.6),
+    "mbarc-sim-step": ("MBARC", 206.9),
+    "mbarc-ppo-update": ("MBARC", 136.4),
+    "mbarc-ppo-iteration": ("MBARC", 11_076.0),
+}

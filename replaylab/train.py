@@ -206,7 +206,7 @@ class Trainer:
         self.began = self.saved = time.monotonic()
         self.track = open_trackers(options.track, folder.path, values)
         folder.write_info(
-            command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            command=" ".join([Path(sys.argv[0]).name.replace("__main__.py", "replaylab"), *sys.argv[1:]]),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             finished=None,
             seconds=0.0,

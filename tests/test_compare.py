@@ -11,6 +11,7 @@ import pytest
 from pages import Page
 
 from replaylab import scores
+from replaylab.cli import main
 from replaylab.compare import compare, export, gather, markdown, results_markdown, to_csv
 from replaylab.config import write_yaml
 from replaylab.errors import UsageError
@@ -200,7 +201,10 @@ def test_evidence_is_small_and_the_text_is_made_from_it(sweep, tmp_path):
     folder.mkdir()
     for cell in ("bc-hopper-medium", "dt-hopper-medium"):
         export(sweep / cell, folder, note="shared the GPU" if cell.startswith("dt") else "")
-    (folder / "bench-cpu.json").write_text('{"rows": []}')  # of another kind
+    bench = {"machine": {"device": "NVIDIA H200", "cores": 16, "torch": "2.11"}}
+    bench["rows"] = [{"case": "sac-update", "what": "sac update", "figure": 0.25, "unit": "ms"}]
+    (folder / "bench-h200.json").write_text(json.dumps(bench))
+    (folder / "curve.json").write_text('{"of": "another kind"}')
     result = json.loads((folder / "bc-hopper-medium.json").read_text())
     assert (folder / "bc-hopper-medium.json").stat().st_size < 4000
     (only,) = result["scores"]
@@ -217,5 +221,15 @@ def test_evidence_is_small_and_the_text_is_made_from_it(sweep, tmp_path):
     )
     assert "| dt, highest target |" in text and "*published:* DT (CORL)" in text and "shared the GPU" in text
     assert "replaylab train bc" in text and "2026-01-03" in text
+    assert "| `sac-update` | sac update | 0.25 ms | 12.9 ms (GORMPO) |" in text
     with pytest.raises(UsageError, match="no result files"):
         results_markdown(tmp_path)
+
+
+def test_from_runs_to_the_evidence_by_the_command_line(sweep, tmp_path, capsys):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    assert main(["report", str(sweep / "bc-hopper-medium"), "--export", str(folder)]) == 0
+    assert main(["report", str(folder), "--out", str(tmp_path / "RESULTS.md")]) == 0
+    assert (tmp_path / "RESULTS.md").read_text() == results_markdown(folder)
+    assert capsys.readouterr().out.count("wrote") == 2

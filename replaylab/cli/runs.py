@@ -42,10 +42,11 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     data_options(verb)
 
-    verb = add_verb(verbs, "report", "one self-contained HTML page from run folders", _report)
+    verb = add_verb(verbs, "report", "a page from run folders, from a sweep, or from exported results", _report)
     verb.add_argument("runs", nargs="+", metavar="RUN")
     verb.add_argument("--out", help="the page (default: RUN/report.html, or report.html for several runs)")
     verb.add_argument("--json", action="store_true", help="print the table as JSON instead")
+    verb.add_argument("--export", metavar="FOLDER", help="keep each run's results there as small JSON files instead")
 
     verb = add_verb(verbs, "play", "play in the world that an mbarc run has learned, in the browser", _play)
     verb.add_argument("run", metavar="RUN")
@@ -256,18 +257,25 @@ def _sweep(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    if len(args.runs) == 1 and (Path(args.runs[0]) / "sweep.json").exists() and not hasattr(args, "json"):
-        from replaylab.compare import compare
-
-        print(f"wrote {compare(args.runs[0], getattr(args, 'out', None))}")
-        return
+    from replaylab import compare
+    from replaylab.page import write_page
     from replaylab.report import report, summarize_runs
 
-    if hasattr(args, "json"):
+    first, alone = Path(args.runs[0]), len(args.runs) == 1
+    if hasattr(args, "export"):
+        for run in args.runs:
+            found = compare.export(run, args.export)
+            print(f"wrote {args.export}/{found['name']}.json")
+    elif hasattr(args, "json"):
         print(json.dumps(summarize_runs(args.runs)))
-        return
-    default = f"{args.runs[0].rstrip('/')}/report.html" if len(args.runs) == 1 else "report.html"
-    print(f"wrote {report(args.runs, getattr(args, 'out', default))}")
+    elif alone and (first / "sweep.json").exists():
+        print(f"wrote {compare.compare(first, getattr(args, 'out', None))}")
+    elif alone and compare.holds_results(first):
+        out = getattr(args, "out", str(first.with_suffix(".md")))
+        print(f"wrote {write_page(out, compare.results_markdown(first))}")
+    else:
+        default = str(first / "report.html") if alone else "report.html"
+        print(f"wrote {report(args.runs, getattr(args, 'out', default))}")
 
 
 def _play(args: argparse.Namespace) -> None:

@@ -9,14 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from replaylab.compare.evidence import export, results_markdown
+from replaylab.compare.evidence import export, holds_results, results_markdown
 from replaylab.compare.gather import Comparison, Entry, gather
 from replaylab.compare.sections import sections
 from replaylab.compare.tables import markdown, to_csv
 from replaylab.page import page, write_page
 from replaylab.report import report
 
-__all__ = ["Comparison", "Entry", "compare", "export", "gather", "markdown", "results_markdown", "to_csv"]
+__all__ = [
+    "Comparison",
+    "Entry",
+    "compare",
+    "export",
+    "gather",
+    "holds_results",
+    "markdown",
+    "results_markdown",
+    "to_csv",
+]
 
 
 def compare(runs: str | Path | Iterable[str | Path], out: str | Path | None = None, *, reports: bool = True) -> Path:

@@ -1,5 +1,8 @@
 """Evidence: a run folder -> a small JSON file that can be committed -> benchmarks/RESULTS.md.
 
+    replaylab report runs/* --export benchmarks/results
+    replaylab report benchmarks/results --out benchmarks/RESULTS.md
+
 {"format": "replaylab-result-1", "system": "bc", "task": "hopper-medium", "env": "d4rl/hopper", "settings": {...},
  "seeds": [0, 1], "command": "...", "machine": {...}, "date": "2026-11-15", "seconds": 151.2, "steps": 20000,
  "parameters": 70403, "data": {"paths": [...], "rows": 299470, "episodes": 663},
@@ -24,12 +27,19 @@ from replaylab.compare.tables import plus_minus, span
 from replaylab.config import default_of
 from replaylab.errors import UsageError
 from replaylab.page import duration, number
-from replaylab.published import published
+from replaylab.published import ORIGINALS, published
 from replaylab.results import Evaluations, read_runs
 from replaylab.train import Options
 
 FORMAT = "replaylab-result-1"
 SHOWN_ELSEWHERE = {"eval_every", "eval_episodes", "final_episodes"}
+OPENING = """# Results
+
+Made by `replaylab report benchmarks/results --out benchmarks/RESULTS.md` from the files in `benchmarks/results/`;
+nothing here was typed by hand. Scores are those of the last checkpoint, the best one stands beside it for comparison:
+normalised (0 random, 100 expert), mean ± standard error over seeds. Published rows are other people's numbers under
+their own protocols. What data this is, learning curves of collecting, and what was tried besides: [NOTES.md](NOTES.md).
+"""
 HEAD = (
     "system", "settings", "score, last checkpoint", "best checkpoint", "IQM [95 %]", "seeds x episodes", "time",
     "machine", "file",
@@ -103,8 +113,8 @@ def _score(group: Evaluations) -> dict[str, Any]:
 
 
 def results_markdown(folder: str | Path) -> str:
-    """Markdown sections, one a task, from all result files of a folder. Files of other kinds are left alone."""
-    results = []
+    """The whole text, from a folder's result files (a section a task) and its bench-*.json. Others are left alone."""
+    results, benches = [], []
     for path in sorted(Path(folder).glob("*.json")):
         try:
             found = json.loads(path.read_text())
@@ -112,11 +122,36 @@ def results_markdown(folder: str | Path) -> str:
             raise UsageError(f"{path} is not valid JSON: {error}") from error
         if isinstance(found, dict) and found.get("format") == FORMAT:
             results.append(found | {"file": path.name})
+        elif path.name.startswith("bench-") and isinstance(found, dict):
+            benches.append(found)
     if not results:
-        raise UsageError(f"{folder} holds no result files: make some with replaylab.compare.export(RUN, FOLDER)")
+        raise UsageError(f"{folder} holds no result files: make some with `replaylab report RUN --export {folder}`")
     tasks = list(dict.fromkeys(r["task"] for r in results))
     parts = [_section(task, [r for r in results if r["task"] == task]) for task in sorted(tasks)]
-    return "\n".join([*parts, _machines(results)])
+    return "\n".join([OPENING, *parts, *([_speed(benches)] if benches else []), _machines(results)])
+
+
+def holds_results(folder: str | Path) -> bool:
+    """Whether a folder is one of result files."""
+    return any(f'"format": "{FORMAT}"' in path.read_text()[:200] for path in Path(folder).glob("*.json"))
+
+
+def _speed(benches: Sequence[dict[str, Any]]) -> str:
+    """Figures of `replaylab bench`, machine by machine, beside the original's where it was timed on the same GPU."""
+    lines = ["## Speed", ""]
+    machines = [json.dumps(bench["machine"], sort_keys=True) for bench in benches]
+    for machine in dict.fromkeys(machines):
+        about = json.loads(machine)
+        rows = [r for bench, m in zip(benches, machines, strict=True) if m == machine for r in bench["rows"]]
+        device = f"{about['cores']} cores" if about["device"] == "cpu" else about["device"]
+        lines += [f"### {device}, torch {about['torch']}", ""]
+        lines += ["| case | what | figure | the original there |", "|---|---|---|---|"]
+        for row in rows:
+            whose, figure = ORIGINALS.get(row["case"], ("", 0.0))
+            beside = f"{figure:g} ms ({whose})" if whose and row["unit"] == "ms" and "H200" in about["device"] else ""
+            lines.append(f"| `{row['case']}` | {row['what']} | {row['figure']:,.4g} {row['unit']} | {beside} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _section(task: str, results: Sequence[dict[str, Any]]) -> str:
