@@ -21,6 +21,8 @@ quickstart: install
 
 test: install lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+	rm -rf sweeps/smoke
+	$(BIN)/replaylab sweep benchmarks/smoke.yaml
 
 test-slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m slow --timeout 3600

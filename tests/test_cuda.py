@@ -1,0 +1,70 @@
+"""On a GPU a phase is captured once and replayed. Every system must learn the same as when it runs eagerly, resume
+there, and act there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import replaylab
+from replaylab.algos import SYSTEMS, system
+from replaylab.run import RunFolder
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LOGGED = [name for name in SYSTEMS if not getattr(system(name), "ONLINE", False)]
+SHORT = {
+    "bc": {"steps": 60},
+    "dt": {"steps": 40, "dropout": 0.0},
+    "mopo": {"steps": 40, "max_epochs": 1},
+    "gormpo": {"steps": 40, "max_epochs": 1, "density_steps": 20},
+    "bcq": {"steps": 40},
+    "diffusion-dice": {"behavior_steps": 30, "critic_steps": 30},
+}
+
+
+@pytest.fixture(scope="module")
+def log():
+    return replaylab.load("sample").select(range(60))
+
+
+def train(name, log, out, **settings):
+    settings = {"seeds": [0, 1], "device": "cuda", "eval_every": -1, "final_episodes": 1} | SHORT[name] | settings
+    return replaylab.train(name, log, preset="debug", out=out, env="d4rl/hopper", **settings)
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_captured_is_eager(name, log, tmp_path):
+    weights = []
+    for compile in ("off", "auto"):
+        run = train(name, log, tmp_path / compile, compile=compile)
+        weights.append(RunFolder(run).weights())
+        assert len(RunFolder(run).lines("eval.jsonl")) == 2
+    for key, value in weights[0].items():
+        torch.testing.assert_close(
+            weights[1][key], value, rtol=2e-2, atol=2e-3, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_a_checkpoint_of_the_gpu_acts_on_the_cpu(name, log, tmp_path):
+    run = train(name, log, tmp_path / "r")
+    seen = log.observations[:4]
+    actions = [replaylab.load_policy(run, device=device).act(seen) for device in ("cpu", "cuda")]
+    assert actions[0].shape == actions[1].shape == (4, 3)
+    if name != "diffusion-dice":  # it draws
+        torch.testing.assert_close(torch.tensor(actions[0]), torch.tensor(actions[1]), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_a_finished_run_goes_on(name, log, tmp_path):
+    longest = max((k for k in SHORT[name] if k.endswith("steps")), key=lambda k: k == "steps" or k == "critic_steps")
+    run = train(name, log, tmp_path / "r")
+    before = RunFolder(run).load()[2]["step"]
+    train(name, log, tmp_path / "r", resume=True, **{longest: SHORT[name][longest] + 20})
+    assert RunFolder(run).load()[2]["step"] == before + 20
+
+
+@pytest.mark.timeout(600)
+def test_mbarc_dreams_on_the_gpu(tmp_path):
+    run = replaylab.train("mbarc", env="atari/freeway", preset="debug", device="cuda", out=tmp_path / "r")
+    assert RunFolder(run).info()["status"] == "finished" and RunFolder(run).lines("eval.jsonl")
