@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,8 +73,8 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
 
 def _add_acting(verb: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Options that change how a run's policy acts: those of the systems of the runs that are named."""
-    runs = [RunFolder(word) for word in words[1:]]
-    systems = dict.fromkeys(run.config()["system"] for run in runs if run.exists())
+    named = list(itertools.takewhile(lambda word: not word.startswith("-"), words[1:]))
+    systems = dict.fromkeys(RunFolder(word).require().config()["system"] for word in named)
     for name in systems:
         module = system(name)
         title = f"how {name} acts; several values are all tried"
