@@ -67,8 +67,9 @@ class FlatAdam(torch.optim.Optimizer):
             start += size
         return flat
 
+    @torch.compiler.disable  # it is one kernel already
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group, flat in zip(self.param_groups, self.flat, strict=True):
             parts = []
             for p, gap in zip(group["params"], flat["gaps"], strict=True):
