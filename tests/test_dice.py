@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 TINY = {
     "behavior_steps": 6, "critic_steps": 8, "behavior_batch": 16, "behavior_width": 16, "batch_size": 8,
     "noise_copies": 3, "hidden": [16, 16], "guide_hidden": [16, 16], "ensemble": 3, "candidates": 4, "solver_steps": 5,
-    "lr_decay": True, "min_lr": 1e-5,
+    "lr_decay": True, "min_lr": 1e-5, "normalize": False, "returns_steps": 0, "advantage": False,
 }  # fmt: skip
 
 
@@ -176,10 +176,11 @@ def test_guidance_by_name():
 # --- training
 
 
-def test_order_of_an_update():
+@pytest.mark.parametrize("advantage", [False, True])
+def test_order_of_an_update(advantage):
     """One update by hand, with plain autograd and plain AdamW: V, Q towards the new V, targets, guidance."""
-    agent, phases = make_agent(ensemble=2, lr_decay=False, tau=0.1)
-    other, _ = make_agent(ensemble=2, lr_decay=False, tau=0.1)
+    agent, phases = make_agent(ensemble=2, lr_decay=False, tau=0.1, advantage=advantage)
+    other, _ = make_agent(ensemble=2, lr_decay=False, tau=0.1, advantage=advantage)
     batch = phases[1].sampler.gather(torch.from_numpy(phases[1].sampler.draw(0, 1)[0]))
     s, a, following = batch["observations"], batch["actions"], batch["next_observations"]
     trained = {n: [p for p in getattr(other, n).parameters() if p.requires_grad] for n in ("value", "critics", "guide")}
@@ -196,12 +197,16 @@ def test_order_of_an_update():
     y = (target() - v) / 0.5
     step("value", (torch.where(y >= 0, y**2 / 4 + y, y.exp() - 1) + v / 0.5).mean(1))
     goal = (batch["rewards"] + 0.99 * (1 - batch["terminated"]) * other.value(following)).detach()
-    error = (other.critics(s, a) - goal[:, None]) ** 2
+    q = other.critics(s, a)
+    error = (q - goal[:, None]) ** 2
+    if advantage:
+        error = torch.cat([error[:, :2], (q[:, 2:] - (goal - other.value(s).detach())[:, None]) ** 2], 1)
     step("critics", error[:, :2].sum(1).mean(1) + error[:, 2:].mean((1, 2)))
     with torch.no_grad():
         for slow, fast in zip(other.critics.targets.parameters(), other.critics.nets.parameters(), strict=True):
             slow.copy_(0.9 * slow + 0.1 * fast[:2])
-    w = weights((target() - other.value(s)) / 0.5).detach()
+    better = q[:, 2:].mean(1) if advantage else target() - other.value(s)
+    w = weights(better / 0.5).detach()
     e = other.energies(s, a)
     m = max(-1.0, -e.min().item())
     step("guide", (w[..., None] * (-e - m).exp() + math.exp(-m) * e).mean((1, 2)))
@@ -398,6 +403,43 @@ def test_a_cut_run_ends_like_a_whole_one(schedule, cut, tmp_path, monkeypatch):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     steps = {line["step"] for line in RunFolder(tmp_path / "cut").lines("eval.jsonl")}
     assert min(steps) == (10 if schedule == "in-turn" else 4)  # nothing to evaluate while there is no critic
+
+
+@pytest.mark.parametrize("cut", [3, 8, 13])
+def test_a_cut_run_with_an_estimate_of_the_return(cut, tmp_path, monkeypatch):
+    log = make_episodes()
+    settings = FRONT | {"returns_steps": 5, "behavior_steps": 6, "critic_steps": 7, "normalize": True}
+    replaylab.train("diffusion-dice", log, out=tmp_path / "whole", **settings)
+    with monkeypatch.context() as patch:
+        stop_after(patch, cut)
+        with pytest.raises(Interrupted):
+            replaylab.train("diffusion-dice", log, out=tmp_path / "cut", **settings)
+    replaylab.train("diffusion-dice", log, out=tmp_path / "cut", resume=True, **settings)
+    for a, b in zip(weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut"), strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_values_build_on_the_data_s_return():
+    """r + gamma b(s') - b(s) by hand, b near the discounted return, and the same b whoever trains."""
+    log = make_episodes(lengths=(30, 20, 40))
+    settings = {"returns_steps": 800, "gamma": 0.9, "rewards": "raw", "batch_size": 64, "hidden": [32, 32]}
+    agent, phases = make_agent(log, (0, 5), normalize=True, **settings)
+    assert [p.name for p in phases] == ["returns", "behavior", "critic"] and not phases[0].evaluates
+    Stepper(phases[0], CPU).run(0, 800)
+    b = agent.returns(agent.seen(torch.tensor(log.observations))[None])[0, :, 0].detach()
+    to_go = torch.tensor(log.returns_to_go(0.9)).float()
+    assert (b - to_go).square().mean() < 0.6 * to_go.var()  # rewards are noise here; it has found most of what there is
+    phases[0].finish()
+    index = torch.tensor([[3, 29, 60]])  # inside, the last row of an episode that ends, inside
+    got = phases[2].sampler.gather(index.expand(2, -1))
+    after = agent.returns(agent.seen(got["next_observations"][:1]))[0, :, 0]
+    left = 0.9 * (1 - got["terminated"][0])
+    assert got["terminated"][0].tolist() == [0, 1, 0]
+    expected = torch.tensor(log.rewards[index[0]]).float() + left * after - b[index[0]]
+    torch.testing.assert_close(got["rewards"][0], expected, rtol=1e-4, atol=1e-4)
+    alone, others = make_agent(log, (5,), normalize=True, **settings)
+    Stepper(others[0], CPU).run(0, 800)
+    torch.testing.assert_close(alone.returns.layers[0].weight, agent.returns.layers[0].weight)
 
 
 def test_stages_in_separate_runs(tmp_path):

@@ -18,7 +18,7 @@ from replaylab.algos import Spaces
 from replaylab.data.episodes import from_rows
 from replaylab.errors import DataError, UsageError
 from replaylab.offpolicy import Budget, assess, assess_agent
-from replaylab.offpolicy.fitted import Folds, Log, discounted_to_go, some_episodes
+from replaylab.offpolicy.fitted import Folds, Log, some_episodes
 from replaylab.offpolicy.support import Neighbours, support
 from replaylab.results import read_runs
 from replaylab.sections.common import without_simulator
@@ -128,7 +128,7 @@ def test_discounted_returns_by_hand():
     log = make_episodes((3, 1, 2))
     r = log.rewards.astype(float)
     expected = [r[0] + 0.5 * r[1] + 0.25 * r[2], r[1] + 0.5 * r[2], r[2], r[3], r[4] + 0.5 * r[5], r[5]]
-    np.testing.assert_allclose(discounted_to_go(log, 0.5), expected)
+    np.testing.assert_allclose(log.returns_to_go(0.5), expected)
 
 
 def test_nobody_judges_what_it_was_fitted_on():

@@ -31,13 +31,14 @@ from replaylab.data.sample import Store, Transitions
 from replaylab.errors import UsageError
 from replaylab.models.adam import adam
 from replaylab.models.draws import keys, normal, uniforms
-from replaylab.models.mlp import generators
+from replaylab.models.mlp import MLP, generators
 from replaylab.models.score import GuideNet, ScoreNet, guided_sample
 from replaylab.models.sdice import AGGREGATES, TWINS, Critics, Value, aggregated, guide_loss, value_loss, weights
 from replaylab.models.solver import LAST, ORDERS, blend, plan
 from replaylab.step import Graph
 
 SHAPES_KEPT = 4  # batch shapes whose captured samplers are kept
+RETURNS_LR = 1e-3  # of the estimate of the data's return
 LOOKED_AT = 600  # actions of each kind in the picture of a bandit
 
 
@@ -52,7 +53,8 @@ class Config:
     critic_steps: int = knob(300_000, "updates of values and guidance")
     fidelity: str = knob("improved", "original: its range of returns and first weights", ("improved", "original"))
     rewards: str = knob("auto", "range: divided by the range of returns; maze: 0 or -1", RULES)
-    normalize: bool = knob(False, "standardise observations with the data's mean and deviation")
+    normalize: bool = knob(True, "standardise observations with the data's mean and deviation; the original does not")
+    returns_steps: int = knob(5000, "updates of an estimate of the data's return, on which values build; 0: none")
     # behaviour
     behavior_batch: int = knob(4096, "rows a batch of the behaviour model")
     behavior_lr: float = knob(1e-4, "Adam's learning rate of the behaviour model")
@@ -68,6 +70,7 @@ class Config:
     least_weight: float = knob(1e-40, "of an action: how deep the guidance may think of it, the log of this")
     time_power: float = knob(1.0, "times of that noise are drawn as u^power: above 1 more of them are early")
     ensemble: int = knob(10, "further Qs to choose actions with; 0: the target values choose")
+    advantage: bool = knob(True, "the ensemble learns Q - V, and guides too; the original's learns Q and only chooses")
     hidden: list[int] = knob([256, 256], "hidden layers of V and of each Q")
     critic_norm: bool = knob(False, "LayerNorm in each Q too; the original has it in V alone")
     guide_hidden: list[int] = knob([256, 256, 256, 256], "hidden layers of the guidance")
@@ -106,7 +109,7 @@ ACTING = (
 _MAZE = {"noise_copies": 32, "ensemble": 0, "filter": "softmax", "aggregate": "first", "candidates": 1}
 _PAPER = {
     "behavior_steps": 600_000, "critic_steps": 1_000_000, "behavior_lr_decay": False, "lr_decay": False,
-    "fidelity": "original",
+    "fidelity": "original", "normalize": False, "returns_steps": 0, "advantage": False,
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
@@ -116,11 +119,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "behavior_steps": 2000, "critic_steps": 2000, "behavior_batch": 256, "behavior_width": 64, "behavior_lr": 2e-3,
         "batch_size": 256, "noise_copies": 2, "hidden": [64, 64], "guide_hidden": [64, 64, 64], "value_lr": 2e-3,
         "guide_lr": 3e-3, "time_power": 2.0, "least_weight": 0.02, "ensemble": 2, "alpha": 0.02, "candidates": 64,
+        "returns_steps": 0, "advantage": False,
     },
     "debug": {
         "behavior_steps": 200, "critic_steps": 200, "behavior_batch": 128, "behavior_width": 32, "behavior_lr": 1e-3,
         "batch_size": 64, "noise_copies": 4, "hidden": [32, 32], "guide_hidden": [32, 32], "ensemble": 2,
-        "candidates": 4, "eval_every": -1, "final_episodes": 2,
+        "candidates": 4, "returns_steps": 20, "eval_every": -1, "final_episodes": 2,
     },
 }  # fmt: skip
 
@@ -149,6 +153,13 @@ class Pair:
         one, two = index.split([self.first.batch_size, self.second.batch_size], -1)
         other = {f"second.{name}": value for name, value in self.second.gather(two).items()}
         return self.first.gather(one) | other
+
+
+class Numbered(Transitions):
+    """Transitions with the number of each row."""
+
+    def gather(self, index: Tensor) -> dict[str, Tensor]:
+        return super().gather(index) | {"row": index}
 
 
 class Later:
@@ -214,6 +225,7 @@ class Agent(nn.Module):
     low: Tensor
     high: Tensor
     usual_guidance: Tensor
+    returns_done: Tensor
     behavior_done: Tensor
     critic_done: Tensor
     behavior_keys: Tensor
@@ -225,11 +237,13 @@ class Agent(nn.Module):
             raise UsageError("diffusion-dice takes vectors as observations and continuous actions")
         self.config, self.seeds, self.device = config, list(seeds), device
         self.sizes = spaces.observation_shape[0], spaces.action_dim
+        self.by_advantage = config.advantage and config.ensemble > 0
         self.normalizer = Normalizer(spaces.observation_shape)
         self._networks()
         self.register_buffer("low", torch.tensor(spaces.action_low))
         self.register_buffer("high", torch.tensor(spaces.action_high))
         self.register_buffer("usual_guidance", torch.ones(()))
+        self.register_buffer("returns_done", torch.zeros((), dtype=torch.int64))
         for part in ("behavior", "critic"):  # updates so far; where the random numbers begin
             self.register_buffer(f"{part}_done", torch.zeros((), dtype=torch.int64))
             self.register_buffer(f"{part}_keys", keys(seeds, part == "critic"), persistent=False)
@@ -247,6 +261,8 @@ class Agent(nn.Module):
         self.average = copy.deepcopy(self.score).requires_grad_(False) if config.behavior_ema else None
         self.guide: GuideNet | None = None
         if config.stage != "behavior":
+            if config.returns_steps:
+                self.returns = MLP(generators([0]), state, config.hidden, 1)  # of the data, so one for all seeds
             self.value = Value(own, state, config.hidden)
             original = config.fidelity == "original"
             self.guide = GuideNet(own, state, action, config.guide_hidden, balanced=not original)
@@ -262,6 +278,8 @@ class Agent(nn.Module):
 
         found = {"score": make(self.score, config.behavior_lr, 0.0)}
         if self.guide is not None:
+            if config.returns_steps:
+                found["returns"] = make(self.returns, RETURNS_LR, 0.0)
             found["value"] = make(self.value, config.value_lr, config.weight_decay)
             found["critics"] = make(self.critics, config.value_lr, config.weight_decay)
             found["guide"] = make(self.guide, config.guide_lr, config.weight_decay)
@@ -296,7 +314,43 @@ class Agent(nn.Module):
         else:
             found = self._together(behavior, critic)
         found[-1].finish = self.findings
-        return found
+        return [*self._returns(episodes, store), *found]
+
+    def _returns(self, episodes: Episodes, store: Store) -> list[Phase]:
+        """Learn b(s), the data's own discounted return, and put  r + gamma b(s') - b(s)  in the place of r: a potential
+        (Ng et al., 1999), which changes no policy. Q and V are then corrections to b. Otherwise they have to tell
+        apart actions that differ by less than one where states differ by a hundred, and begin far below the truth."""
+        config = self.config
+        if not config.returns_steps:
+            return []
+        self.store, self.raw_rewards = store, store.rewards.clone()
+        to_go = episodes.returns_to_go(config.gamma).astype(np.float32)
+        self.to_go = torch.as_tensor(to_go, device=self.device)
+        drawn = Numbered(store, [0], config.batch_size, stream=2, next_observations=False)
+        return [Phase("returns", config.returns_steps, drawn, self.returns_update, finish=self._shape, evaluates=False)]
+
+    def returns_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        steps = self.config.returns_steps
+        self._set_rates({"returns": RETURNS_LR}, 0.0, self.returns_done, steps)
+        told = self.returns(self.seen(batch["observations"])).squeeze(-1)
+        error = told.detach() - self.to_go[batch["row"]]
+        self._descend("returns", told, error * (2 / error.shape[1]))
+        self.returns_done += 1
+        return {"returns_error": error.square().mean(1).expand(len(self.seeds))}
+
+    @torch.no_grad()
+    def _shape(self) -> None:
+        store = self.store
+        for part in torch.arange(len(self.raw_rewards), device=self.device).split(65536):
+            both = torch.cat([store.observations(part), store.next_observations(part)])
+            here, there = self.returns(self.seen(both)[None])[0, :, 0].chunk(2)
+            left = self.config.gamma * (1 - store.terminated[part])
+            store.rewards[part] = self.raw_rewards[part] + left * there - here
+
+    def load_training_state(self, tensors: dict[str, Tensor]) -> None:
+        """Rewards are no part of a checkpoint: they are shaped again."""
+        if 0 < self.config.returns_steps <= self.returns_done:
+            self._shape()
 
     def _together(self, behavior: Phase, critic: Phase) -> list[Phase]:
         """Both in one update while both last, then the longer one alone. Each draws what it draws in turn."""
@@ -395,10 +449,13 @@ class Agent(nn.Module):
             values = self.value(torch.cat([following, states], 1))
             goal = batch["rewards"] + config.gamma * (1 - batch["terminated"]) * values[:, :size]
         q = self.critics(states, actions)
-        q_loss, slope = self.critics.loss(q.detach(), goal)
+        q_loss, slope = self.critics.loss(q.detach(), goal, values[:, size:] if self.by_advantage else None)
         self._descend("critics", q, slope)
         self.critics.track(config.tau)
-        better = (self._target(states, actions) - values[:, size:]) / config.alpha
+        if self.by_advantage:
+            better = q.detach()[:, TWINS:].mean(1) / config.alpha
+        else:
+            better = (self._target(states, actions) - values[:, size:]) / config.alpha
         output = self.energies(states, actions)
         energy = output.detach()
         g_loss, slope = guide_loss(energy, weights(better, config.least_weight))

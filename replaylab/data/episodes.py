@@ -144,10 +144,16 @@ class Episodes:
 
     # --- derived columns, each in one pass
 
-    def returns_to_go(self) -> np.ndarray:
-        """(rows,) float64: undiscounted sum of rewards from this row to the episode's end."""
-        upto = np.cumsum(self.rewards, dtype=np.float64)
-        return upto[self.last_rows][self.episode_ids] - upto + self.rewards
+    def returns_to_go(self, gamma: float = 1.0) -> np.ndarray:
+        """(rows,) float64: discounted sum of rewards from this row to the episode's end."""
+        if gamma == 1.0:
+            upto = np.cumsum(self.rewards, dtype=np.float64)
+            return upto[self.last_rows][self.episode_ids] - upto + self.rewards
+        total, rows = self.rewards.astype(np.float64), self.last_rows
+        while len(rows):  # one step back in all episodes at a time
+            rows = rows[rows > self.offsets[self.episode_ids[rows]]] - 1
+            total[rows] += gamma * total[rows + 1]
+        return total
 
     def next_observations(self, rows: np.ndarray | None = None) -> np.ndarray:
         """What followed each row. Where `final_known` is false, the last row's successor is only a stand-in."""

@@ -121,9 +121,12 @@ class Critics(nn.Module):
     def forward(self, states: Tensor, actions: Tensor) -> Tensor:  # (seeds, rows, ...) -> (seeds, members, rows)
         return self._values(self.nets, self.members, states, actions)
 
-    def loss(self, values: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean squared error of each Q, (seeds, members), and the slope of the whole loss in the values."""
+    def loss(self, values: Tensor, goal: Tensor, base: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Mean squared error of each Q, (seeds, members), and the slope of the whole loss in the values. With `base`,
+        V(s), the ensemble learns how far the goal is above it."""
         error = values - goal[:, None]
+        if base is not None:
+            error[:, TWINS:] += base[:, None]
         return error.square().mean(2), error * self.shares * (2 / error.shape[2])
 
     def target(self, states: Tensor, actions: Tensor) -> Tensor:  # (seeds, rows)

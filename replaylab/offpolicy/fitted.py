@@ -56,17 +56,6 @@ def some_episodes(episodes: Episodes, rows: int, seed: int = 0) -> Episodes:
     return episodes.select(np.sort(order[:keep]))
 
 
-def discounted_to_go(episodes: Episodes, gamma: float) -> np.ndarray:
-    """(rows,) discounted sum of rewards from each row to the end of its episode."""
-    total = episodes.rewards.astype(np.float64)
-    rows = episodes.last_rows
-    while True:  # one step back in all episodes at a time
-        rows = rows[rows > episodes.offsets[episodes.episode_ids[rows]]] - 1
-        if not len(rows):
-            return total
-        total[rows] += gamma * total[rows + 1]
-
-
 class Log:
     """Columns on the device. `states` has each episode's final observation behind its last row; `place` says where a
     row's own observation is, and the one after it is what followed."""
@@ -149,7 +138,7 @@ class FittedQ:
         )
         self.target.requires_grad_(False)
         self.state_scale, self.action_scale = log.standard(log.states), log.standard(log.actions)
-        to_go = discounted_to_go(log.episodes, gamma)
+        to_go = log.episodes.returns_to_go(gamma)
         self.mean, self.scale = float(to_go.mean()), max(float(to_go.std()), 1e-3 * abs(float(to_go.mean())), 1e-6)
         bounds = min(0.0, float(log.rewards.min())), max(0.0, float(log.rewards.max()))
         self.bounds = [b / (1 - gamma) for b in bounds]  # no policy can have a value beyond
@@ -227,7 +216,7 @@ def fitted_q(log: Log, tables: dict[Any, Tensor], gamma: float, budget: Budget) 
     bar.close()
     values = machine.at_start(log, first)  # (policies, folds, episodes)
     judged = values[:, log.fold, own]  # each first state by the network that did not see its episode
-    logged = discounted_to_go(e, gamma)[e.offsets[:-1]]
+    logged = e.returns_to_go(gamma)[e.offsets[:-1]]
     cut = e.truncated[e.last_rows] & ~e.terminated[e.last_rows]
     weight = gamma ** e.lengths.astype(np.float64) * cut  # (episodes,) of what would have followed a cut
     completed = logged + weight * _after_the_cut(machine, log, cloned, list(tables).index("clone"))
