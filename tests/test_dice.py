@@ -221,6 +221,17 @@ def test_order_of_an_update(advantage):
     assert all(value.shape == (1,) for value in found.values())
 
 
+def test_v_learns_from_the_lesser_twin_or_from_their_mean():
+    states, actions = torch.randn(1, 6, 4), torch.randn(1, 6, 2)
+    found = {}
+    for twins in ("min", "mean"):
+        agent, _ = make_agent(twins=twins)
+        found[twins] = agent.critics.target(states, actions)
+        both = agent.critics._values(agent.critics.targets, 2, states, actions)
+        torch.testing.assert_close(found[twins], both.amin(1) if twins == "min" else both.mean(1))
+    assert (found["min"] < found["mean"]).all()
+
+
 def test_behavior_loss():
     agent, phases = make_agent()
     batch = phases[0].sampler.gather(torch.from_numpy(phases[0].sampler.draw(0, 1)[0]))

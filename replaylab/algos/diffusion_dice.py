@@ -72,6 +72,7 @@ class Config:
     ensemble: int = knob(10, "further Qs to choose actions with; 0: the target values choose")
     advantage: bool = knob(True, "the ensemble learns Q - V, and guides too; the original's learns Q and only chooses")
     hidden: list[int] = knob([256, 256], "hidden layers of V and of each Q")
+    twins: str = knob("min", "what V learns from: the lesser of the two target Qs, or their mean", ("min", "mean"))
     critic_norm: bool = knob(False, "LayerNorm in each Q too; the original has it in V alone")
     guide_hidden: list[int] = knob([256, 256, 256, 256], "hidden layers of the guidance")
     value_lr: float = knob(3e-4, "AdamW's learning rate of the values")
@@ -114,7 +115,7 @@ _PAPER = {
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
     "antmaze": _PAPER | _MAZE,
-    "maze": _MAZE,  # the same with the shorter schedule
+    "maze": _MAZE | {"twins": "mean", "ensemble": 10},  # a shorter schedule; with the lesser twin V falls below -100
     "toy": {  # a minute on a CPU
         "behavior_steps": 2000, "critic_steps": 2000, "behavior_batch": 256, "behavior_width": 64, "behavior_lr": 2e-3,
         "batch_size": 256, "noise_copies": 2, "hidden": [64, 64], "guide_hidden": [64, 64, 64], "value_lr": 2e-3,
@@ -267,7 +268,7 @@ class Agent(nn.Module):
             original = config.fidelity == "original"
             self.guide = GuideNet(own, state, action, config.guide_hidden, balanced=not original)
             shape = (len(self.seeds), state + action, config.hidden)
-            self.critics = Critics(of_qs, *shape, original, config.critic_norm)
+            self.critics = Critics(of_qs, *shape, original, config.critic_norm, config.twins == "min")
 
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
         config = self.config

@@ -91,8 +91,10 @@ class Critics(nn.Module):
         hidden: Sequence[int],
         original: bool,
         normed: bool = False,
+        least: bool = True,
     ):
         super().__init__()
+        self.least = least  # V learns from the lesser of the two targets, or from their mean
         self.seeds, self.members = seeds, len(generators) // seeds
         shares = torch.ones(self.members, 1)
         shares[TWINS:] /= max(self.members - TWINS, 1)
@@ -130,7 +132,8 @@ class Critics(nn.Module):
         return error.square().mean(2), error * self.shares * (2 / error.shape[2])
 
     def target(self, states: Tensor, actions: Tensor) -> Tensor:  # (seeds, rows)
-        return self._values(self.targets, TWINS, states, actions).amin(1)
+        values = self._values(self.targets, TWINS, states, actions)
+        return values.amin(1) if self.least else values.mean(1)
 
     def judge(self, states: Tensor, actions: Tensor) -> Tensor:
         """What each Q that chooses thinks: (seeds, judges, rows). The ensemble, or else the targets."""
