@@ -398,12 +398,8 @@ def stop_after(monkeypatch, updates):
     monkeypatch.setattr(Trainer, "stopped", property(stopped, lambda self, value: None), raising=False)
 
 
-@pytest.mark.parametrize("schedule", ["in-turn", "together"])
-@pytest.mark.parametrize("cut", [3, 6, 9])
-def test_a_cut_run_ends_like_a_whole_one(schedule, cut, tmp_path, monkeypatch):
-    """Cut within the first phase, at the boundary, and in the second one."""
-    log = make_episodes()
-    settings = FRONT | {"schedule": schedule, "behavior_steps": 6, "critic_steps": 11, "seeds": [0, 1]}
+def cut_and_resumed(log, tmp_path, monkeypatch, cut, settings):
+    """A run that is stopped and resumed must end with the weights and optimisers of one that was not."""
     replaylab.train("diffusion-dice", log, out=tmp_path / "whole", **settings)
     with monkeypatch.context() as patch:
         stop_after(patch, cut)
@@ -412,22 +408,22 @@ def test_a_cut_run_ends_like_a_whole_one(schedule, cut, tmp_path, monkeypatch):
     replaylab.train("diffusion-dice", log, out=tmp_path / "cut", resume=True, **settings)
     for a, b in zip(weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut"), strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("schedule", ["in-turn", "together"])
+@pytest.mark.parametrize("cut", [3, 6, 9])
+def test_a_cut_run_ends_like_a_whole_one(schedule, cut, tmp_path, monkeypatch):
+    """Cut within the first phase, at the boundary, and in the second one."""
+    settings = FRONT | {"schedule": schedule, "behavior_steps": 6, "critic_steps": 11, "seeds": [0, 1]}
+    cut_and_resumed(make_episodes(), tmp_path, monkeypatch, cut, settings)
     steps = {line["step"] for line in RunFolder(tmp_path / "cut").lines("eval.jsonl")}
     assert min(steps) == (10 if schedule == "in-turn" else 4)  # nothing to evaluate while there is no critic
 
 
 @pytest.mark.parametrize("cut", [3, 8, 13])
 def test_a_cut_run_with_an_estimate_of_the_return(cut, tmp_path, monkeypatch):
-    log = make_episodes()
     settings = FRONT | {"returns_steps": 5, "behavior_steps": 6, "critic_steps": 7, "normalize": True}
-    replaylab.train("diffusion-dice", log, out=tmp_path / "whole", **settings)
-    with monkeypatch.context() as patch:
-        stop_after(patch, cut)
-        with pytest.raises(Interrupted):
-            replaylab.train("diffusion-dice", log, out=tmp_path / "cut", **settings)
-    replaylab.train("diffusion-dice", log, out=tmp_path / "cut", resume=True, **settings)
-    for a, b in zip(weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut"), strict=True):
-        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    cut_and_resumed(make_episodes(), tmp_path, monkeypatch, cut, settings)
 
 
 def test_values_build_on_the_data_s_return():

@@ -27,7 +27,7 @@ from replaylab.algos import Normalizer, Phase, Spaces
 from replaylab.config import knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.rewards import RULES, name_of, tuned_rewards
-from replaylab.data.sample import Store, Transitions
+from replaylab.data.sample import Later, Numbered, Pair, Store, Transitions
 from replaylab.errors import UsageError
 from replaylab.models.adam import adam
 from replaylab.models.draws import keys, normal, uniforms
@@ -135,42 +135,6 @@ def usual_guidance(name: str) -> float:
     if "maze" in name:
         return 4.0 if "large" in name else 2.0 if "medium" in name else 1.0
     return 1.0 if "toy-bandit" in name else 2.0 if "expert" in name else 4.0
-
-
-# --- samplers of the training loop
-
-
-class Pair:
-    """Two samplers drawn together; the names of the second one's columns are kept apart by a prefix."""
-
-    def __init__(self, first: Transitions, second: Transitions):
-        self.first, self.second = first, second
-        self.resident = first.resident and second.resident
-
-    def draw(self, start: int, steps: int) -> np.ndarray:
-        return np.concatenate([self.first.draw(start, steps), self.second.draw(start, steps)], -1)
-
-    def gather(self, index: Tensor) -> dict[str, Tensor]:
-        one, two = index.split([self.first.batch_size, self.second.batch_size], -1)
-        other = {f"second.{name}": value for name, value in self.second.gather(two).items()}
-        return self.first.gather(one) | other
-
-
-class Numbered(Transitions):
-    """Transitions with the number of each row."""
-
-    def gather(self, index: Tensor) -> dict[str, Tensor]:
-        return super().gather(index) | {"row": index}
-
-
-class Later:
-    """A sampler that goes on where so many steps have been drawn."""
-
-    def __init__(self, sampler: Transitions, by: int):
-        self.sampler, self.by, self.gather, self.resident = sampler, by, sampler.gather, sampler.resident
-
-    def draw(self, start: int, steps: int) -> np.ndarray:
-        return self.sampler.draw(start + self.by, steps)
 
 
 # --- acting

@@ -145,6 +145,39 @@ class Transitions:
         return batch
 
 
+class Pair:
+    """Two samplers drawn together; the names of the second one's columns are kept apart by a prefix."""
+
+    def __init__(self, first: Transitions, second: Transitions):
+        self.first, self.second = first, second
+        self.resident = first.resident and second.resident
+
+    def draw(self, start: int, steps: int) -> np.ndarray:
+        return np.concatenate([self.first.draw(start, steps), self.second.draw(start, steps)], -1)
+
+    def gather(self, index: Tensor) -> dict[str, Tensor]:
+        one, two = index.split([self.first.batch_size, self.second.batch_size], -1)
+        other = {f"second.{name}": value for name, value in self.second.gather(two).items()}
+        return self.first.gather(one) | other
+
+
+class Numbered(Transitions):
+    """Transitions with the number of each row."""
+
+    def gather(self, index: Tensor) -> dict[str, Tensor]:
+        return super().gather(index) | {"row": index}
+
+
+class Later:
+    """A sampler that goes on where so many steps have been drawn."""
+
+    def __init__(self, sampler: Transitions, by: int):
+        self.sampler, self.by, self.gather, self.resident = sampler, by, sampler.gather, sampler.resident
+
+    def draw(self, start: int, steps: int) -> np.ndarray:
+        return self.sampler.draw(start + self.by, steps)
+
+
 class Windows:
     """Draws of `length` consecutive steps of one episode, padded on the right where the episode ends before.
 
