@@ -221,6 +221,17 @@ def test_order_of_an_update(advantage):
     assert all(value.shape == (1,) for value in found.values())
 
 
+def test_errors_of_twins_and_ensemble_by_hand():
+    agent, _ = make_agent(ensemble=2)
+    values, goal, base = torch.tensor([[[1.0, 2.0]] * 4]), torch.tensor([[3.0, 5.0]]), torch.tensor([[2.0, 4.5]])
+    loss, slope = agent.critics.loss(values, goal)
+    torch.testing.assert_close(loss, torch.tensor([[6.5, 6.5, 6.5, 6.5]]))  # (4 + 9) / 2
+    torch.testing.assert_close(slope[0, :, 0], torch.tensor([-2.0, -2.0, -1.0, -1.0]))  # the ensemble counts half each
+    loss, slope = agent.critics.loss(values, goal, base)
+    torch.testing.assert_close(loss, torch.tensor([[6.5, 6.5, 1.125, 1.125]]))  # 1 - (3 - 2) = 0, 2 - (5 - 4.5) = 1.5
+    torch.testing.assert_close(slope[0, :, 1], torch.tensor([-3.0, -3.0, 0.75, 0.75]))
+
+
 def test_v_learns_from_the_lesser_twin_or_from_their_mean():
     states, actions = torch.randn(1, 6, 4), torch.randn(1, 6, 2)
     found = {}

@@ -141,6 +141,22 @@ def test_a_stop_anywhere_and_a_resume_is_the_whole(tmp_path, monkeypatch, at):
     assert losses[0] == losses[1]
 
 
+def test_a_phase_that_had_ended_early_is_not_trained_again(tmp_path, monkeypatch):
+    """Killed right after the checkpoint at the end of a phase."""
+    log, settings = make_episodes(), {"seeds": [0, 1], "device": "cpu", "log_every": 7}
+    replaylab.train("toy", log, out=tmp_path / "whole", **settings)
+    monkeypatch.setattr(train, "WORTH", -1)
+    update = Agent.update
+    with monkeypatch.context() as patch:
+        patch.setattr(Agent, "update", lambda self, batch: 1 / 0 if "finish" in self.events else update(self, batch))
+        with pytest.raises(ZeroDivisionError):
+            replaylab.train("toy", log, out=tmp_path / "cut", **settings)
+    replaylab.train("toy", log, out=tmp_path / "cut", resume=True, **settings)
+    assert toy.agents[-1].events == [0, 10, 20]  # of the policy alone
+    whole, cut = state(tmp_path / "whole"), state(tmp_path / "cut")
+    assert all(torch.equal(whole[0][k], cut[0][k]) for k in whole[0]) and whole[2]["findings"] == cut[2]["findings"]
+
+
 def test_only_phases_with_a_policy_are_evaluated(tmp_path):
     log = make_episodes(observation=3, action=1, lengths=(30, 30))
     settings = {"env": "Pendulum-v1", "eval_every": 10, "eval_episodes": 1, "final_episodes": 2, "device": "cpu"}
