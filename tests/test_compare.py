@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 from pages import Page
@@ -233,3 +234,8 @@ def test_from_runs_to_the_evidence_by_the_command_line(sweep, tmp_path, capsys):
     assert main(["report", str(folder), "--out", str(tmp_path / "RESULTS.md")]) == 0
     assert (tmp_path / "RESULTS.md").read_text() == results_markdown(folder)
     assert capsys.readouterr().out.count("wrote") == 2
+
+
+def test_the_committed_results_are_made_from_the_committed_files():
+    benchmarks = Path(__file__).parent.parent / "benchmarks"
+    assert (benchmarks / "RESULTS.md").read_text() == results_markdown(benchmarks / "results")
