@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from conftest import make_episodes
 
+import replaylab
 from replaylab.cli import main
 from replaylab.data.write import save
+from replaylab.offpolicy import Budget
 
 
 @pytest.fixture
@@ -140,3 +142,15 @@ def test_nan_in_the_data_stops_training_in_one_line(tmp_path, capsys):
     assert code == 0 and any("NaN" in w for w in json.loads(out)["warnings"])
     code, _, err = run(capsys, "train", "bc", "--data", str(tmp_path / "nan.npz"), "--out", str(tmp_path / "r"))
     assert code == 1 and "observations holds NaN" in err
+
+
+def test_assess_and_play_by_the_command_line(tmp_path, capsys, monkeypatch):
+    log = make_episodes(lengths=(30, 30, 30, 30))
+    path = replaylab.train("bc", log, out=tmp_path / "r", preset="debug", steps=20, device="cpu")
+    data = save(log, tmp_path / "log.npz")
+    monkeypatch.setattr("replaylab.offpolicy.QUICK", Budget(2000, 30, (16, 16), 50))
+    code, out, _ = run(capsys, "assess", str(path), "--data", str(data), "--quick", "--device", "cpu")
+    assert code == 0 and "data: discounted return" in out and (path / "offpolicy.json").exists()
+    asked = []
+    monkeypatch.setattr("replaylab.play.play", lambda *given: asked.append(given))
+    assert run(capsys, "play", str(path), "--port", "8123")[0] == 0 and asked == [(str(path), 8123, "auto")]

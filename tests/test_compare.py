@@ -203,7 +203,8 @@ def test_evidence_is_small_and_the_text_is_made_from_it(sweep, tmp_path):
     for cell in ("bc-hopper-medium", "dt-hopper-medium"):
         export(sweep / cell, folder, note="shared the GPU" if cell.startswith("dt") else "")
     bench = {"machine": {"device": "NVIDIA H200", "cores": 16, "torch": "2.11"}}
-    bench["rows"] = [{"case": "sac-update", "what": "sac update", "figure": 0.25, "unit": "ms"}]
+    row = {"case": "sac-update", "unit": "ms"}
+    bench["rows"] = [row | {"what": "sac update", "figure": 0.25}, row | {"what": "eight seeds", "figure": 0.5}]
     (folder / "bench-h200.json").write_text(json.dumps(bench))
     (folder / "curve.json").write_text('{"of": "another kind"}')
     result = json.loads((folder / "bc-hopper-medium.json").read_text())
@@ -223,6 +224,7 @@ def test_evidence_is_small_and_the_text_is_made_from_it(sweep, tmp_path):
     assert "| dt, highest target |" in text and "*published:* DT (CORL)" in text and "shared the GPU" in text
     assert "replaylab train bc" in text and "2026-01-03" in text
     assert "| `sac-update` | sac update | 0.25 ms | 12.9 ms (GORMPO) |" in text
+    assert "| `sac-update` | eight seeds | 0.5 ms |  |" in text  # the original was timed with one
     with pytest.raises(UsageError, match="no result files"):
         results_markdown(tmp_path)
 

@@ -12,6 +12,7 @@ from typing import Any
 from replaylab.algos import SYSTEMS, system
 from replaylab.cli.parser import Parser, add_verb, assignments, data_options, read_options
 from replaylab.config import add_arguments, add_sweep_arguments
+from replaylab.data.read import TOYS
 from replaylab.evaluate import pick_device
 from replaylab.run import RunFolder
 
@@ -36,9 +37,9 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
         _add_acting(verb, words)
 
     verb = add_verb(verbs, "assess", "what logs alone can tell about a policy, without a simulator", _assess)
-    verb.add_argument("run", metavar="RUN")
+    verb.add_argument("folder", metavar="RUN")  # `run` is what the verb does
     verb.add_argument("--data", nargs="+", metavar="X", help="logs to judge by, at best unseen; default: its own")
-    verb.add_argument("--quick", action="store_true", help="a smaller estimate, in half a minute on a CPU")
+    verb.add_argument("--quick", action="store_true", help="a smaller estimate, under a minute on a CPU")
     verb.add_argument("--gamma", type=float, help="discount of the estimate; default: the run's own, else 0.99")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     data_options(verb)
@@ -50,7 +51,7 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
     verb.add_argument("--export", metavar="FOLDER", help="keep each run's results there as small JSON files instead")
 
     verb = add_verb(verbs, "play", "play in the world that an mbarc run has learned, in the browser", _play)
-    verb.add_argument("run", metavar="RUN")
+    verb.add_argument("folder", metavar="RUN")  # `run` is what the verb does
     verb.add_argument("--port", type=int, default=0, help="on 127.0.0.1; default: any that is free")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
@@ -154,10 +155,10 @@ def _train(args: argparse.Namespace) -> None:
         data_options=read_options(args),
         **settings,
     )
-    if hasattr(args, "data") and RunFolder(path).config()["env"] is None and getattr(args, "preset", None) != "debug":
+    device, env = (RunFolder(path).config()[key] for key in ("device", "env"))
+    if env is None and set(args.data) - set(TOYS) and getattr(args, "preset", None) != "debug":
         from replaylab.offpolicy import assess, summary
 
-        device = RunFolder(path).config()["device"]
         print("\n".join(summary(assess(path, quick=pick_device(device).type == "cpu", device=device))))
     print(f"run folder: {path}\nreport:     {report([path], path / 'report.html')}")
 
@@ -168,9 +169,10 @@ def _assess(args: argparse.Namespace) -> None:
     from replaylab.report import report
 
     data = load(args.data, **read_options(args)) if hasattr(args, "data") else None
-    found = assess(args.run, data, quick=hasattr(args, "quick"), gamma=getattr(args, "gamma", None), device=args.device)
+    gamma = getattr(args, "gamma", None)
+    found = assess(args.folder, data, quick=hasattr(args, "quick"), gamma=gamma, device=args.device)
     print("\n".join(summary(found)))
-    print(f"report: {report([args.run], f'{args.run}/report.html')}")
+    print(f"report: {report([args.folder], f'{args.folder}/report.html')}")
 
 
 def _density_fit(args: argparse.Namespace) -> None:
@@ -282,7 +284,7 @@ def _report(args: argparse.Namespace) -> None:
 def _play(args: argparse.Namespace) -> None:
     from replaylab.play import play
 
-    play(args.run, args.port, args.device)
+    play(args.folder, args.port, args.device)
 
 
 def _bench(args: argparse.Namespace) -> None:

@@ -137,18 +137,19 @@ def holds_results(folder: str | Path) -> bool:
 
 
 def _speed(benches: Sequence[dict[str, Any]]) -> str:
-    """Figures of `replaylab bench`, machine by machine, beside the original's where it was timed on the same GPU."""
+    """Figures of `replaylab bench`, machine by machine. A case's first figure is of the shape at which its original was
+    timed, on an H200: that one stands beside it."""
     lines = ["## Speed", ""]
-    machines = [json.dumps(bench["machine"], sort_keys=True) for bench in benches]
+    machines = [tuple(bench["machine"][key] for key in ("device", "cores", "torch")) for bench in benches]
     for machine in dict.fromkeys(machines):
-        about = json.loads(machine)
+        device, cores, torch = machine
         rows = [r for bench, m in zip(benches, machines, strict=True) if m == machine for r in bench["rows"]]
-        device = f"{about['cores']} cores" if about["device"] == "cpu" else about["device"]
-        lines += [f"### {device}, torch {about['torch']}", ""]
+        lines += [f"### {f'{cores} cores' if device == 'cpu' else device}, torch {torch}", ""]
         lines += ["| case | what | figure | the original there |", "|---|---|---|---|"]
+        originals = dict(ORIGINALS) if "H200" in device else {}
         for row in rows:
-            whose, figure = ORIGINALS.get(row["case"], ("", 0.0))
-            beside = f"{figure:g} ms ({whose})" if whose and row["unit"] == "ms" and "H200" in about["device"] else ""
+            whose, figure = originals.pop(row["case"], ("", 0.0)) if row["unit"] == "ms" else ("", 0.0)
+            beside = f"{figure:g} ms ({whose})" if whose else ""
             lines.append(f"| `{row['case']}` | {row['what']} | {row['figure']:,.4g} {row['unit']} | {beside} |")
         lines.append("")
     return "\n".join(lines)
