@@ -34,7 +34,7 @@ from replaylab.data.read import load as load_data
 from replaylab.data.sample import BLOCK, draw
 from replaylab.errors import DataError, UsageError, nearest
 from replaylab.evaluate import pick_device
-from replaylab.models.adam import adam, clip_gradients
+from replaylab.models.adam import adam, clipped_step
 from replaylab.models.density import INPUTS, KINDS, Density, make
 from replaylab.models.density.base import check_percentile
 from replaylab.models.density.detect import auroc, binned, detection
@@ -126,8 +126,7 @@ class Descent:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.model.loss(batch["x"])
         loss.backward()
-        clip_gradients(self.parameters, 1, 10.0)  # a rare row must not undo the rest
-        self.optimizer.step()
+        clipped_step(self.optimizer, 1, 10.0)  # a rare row must not undo the rest
         return {"loss": loss.detach()}
 
 

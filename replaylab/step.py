@@ -48,7 +48,11 @@ class Graph:
 class Stepper:
     def __init__(self, phase: Phase, device: torch.device, compile: str = "auto"):
         self.phase, self.device = phase, device
-        self.update = torch.compile(phase.update) if compile == "on" else phase.update
+        self.update, self.gather = phase.update, phase.sampler.gather
+        if compile == "on":
+            self.update = torch.compile(self.update)
+            if phase.sampler.resident:
+                self.gather = torch.compile(self.gather)
         self.step = Graph(self._body, device, capture=compile != "off")
         self.sums: dict[str, Tensor] = {}  # metric sums since they were last read
         self.count = 0
@@ -79,7 +83,7 @@ class Stepper:
 
     def _body(self) -> None:
         if self.phase.sampler.resident:
-            batch = self.phase.sampler.gather(self._index())
+            batch = self.gather(self._index())
         else:
             batch = self.batch
         metrics = self.update(batch)
@@ -95,7 +99,7 @@ class Stepper:
 
     def _load_batch(self) -> None:
         """The data stays on the host: put the batch where the graph expects it."""
-        for name, value in self.phase.sampler.gather(self._index()).items():
+        for name, value in self.gather(self._index()).items():
             if name in self.batch:
                 self.batch[name].copy_(value)
             else:

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from replaylab.models import adam as module
-from replaylab.models.adam import FlatAdam, adam
+from replaylab.models.adam import FlatAdam, adam, clip_gradients, clipped_step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
-def in_plain_torch(self, flat, group):
+def in_plain_torch(self, flat, group, share):
     """The kernel's formula, for where there is no Triton."""
-    (beta1, beta2), step = group["betas"], flat["step"].double()
-    flat["exp_avg"].lerp_(flat["gradient"], 1 - beta1)
-    flat["exp_avg_sq"].mul_(beta2).addcmul_(flat["gradient"], flat["gradient"], value=1 - beta2)
+    (beta1, beta2), step, gradient = group["betas"], flat["step"].double(), share * flat["gradient"]
+    flat["exp_avg"].lerp_(gradient, 1 - beta1)
+    flat["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     flat["value"] -= group["lr"] * group["weight_decay"] * flat["value"]
     unbias1, unbias2 = ((1 - torch.exp(step * math.log(b))).float() for b in (beta1, beta2))
     flat["value"] -= group["lr"] / unbias1 * flat["exp_avg"] / ((flat["exp_avg_sq"] / unbias2).sqrt() + group["eps"])
@@ -27,7 +27,7 @@ def in_plain_torch(self, flat, group):
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
     if request.param == "cpu":
-        monkeypatch.setattr(FlatAdam, "_descend", in_plain_torch)
+        monkeypatch.setattr(FlatAdam, "_kernel", in_plain_torch)
     return torch.device(request.param)
 
 
@@ -107,3 +107,40 @@ def test_which_one_is_used():
     assert isinstance(adam(net.parameters(), 1e-3), torch.optim.AdamW)
     if torch.cuda.is_available():
         assert isinstance(adam(network("cuda").parameters(), 1e-3), FlatAdam)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e-3, 1e3])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_clipped_steps_are_clipping_and_a_step(device, grouped, limit):
+    given = (lambda n: groups(n)) if grouped else (lambda n: list(n.parameters()))
+    found = []
+    for how in ("together", "apart"):
+        net = network(device)
+        optimizer = flat(given(net), lr=1e-2, eps=1e-3)  # so large that the size of a gradient matters
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            x = torch.randn(16, 5, generator=torch.Generator().manual_seed(step)).to(device)
+            (net(x) - x[:, :3].sin()).square().mean().backward()
+            if how == "together":
+                norm = clipped_step(optimizer, 1, limit)
+            else:
+                norm = clip_gradients(net.parameters(), 1, limit)
+                optimizer.step()
+        found.append([norm, *(p.detach().clone() for p in net.parameters())])
+    assert found[0][0].shape == (1,) and found[0][0] > 0
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_clipped_for_each_seed_by_itself():
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(2, 2, 2))]
+    parameters[0].grad = torch.tensor([[3.0, 0, 0], [0.1, 0, 0]])
+    parameters[1].grad = torch.tensor([[[4.0, 0], [0, 0]], [[0, 0], [0, 0]]])
+    norms = clip_gradients(parameters, 2, 1.0)
+    torch.testing.assert_close(norms, torch.tensor([5.0, 0.1]))
+    torch.testing.assert_close(parameters[0].grad, torch.tensor([[0.6, 0, 0], [0.1, 0, 0]]))
+    torch.testing.assert_close(parameters[1].grad[0, 0], torch.tensor([0.8, 0]))
+    alone = [torch.nn.Parameter(torch.zeros(1, 2))]
+    alone[0].grad = torch.tensor([[30.0, 40.0]])
+    clip_gradients(alone, 1, 0.25)
+    torch.testing.assert_close(alone[0].grad, torch.tensor([[0.15, 0.2]]))

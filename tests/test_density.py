@@ -62,6 +62,18 @@ def test_realnvp_inverts_and_its_volume_is_the_jacobians():
     assert log_det.abs().min() > 1e-3
 
 
+@pytest.mark.parametrize("dim", [2, 6, 7])
+def test_realnvp_gradients_by_hand_are_right(dim):
+    model = make("realnvp", dim, couplings=3, hidden=(8, 4)).double()
+    names = [name for name, _ in model.named_parameters()]
+    x = torch.randn(5, dim, dtype=torch.double, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+    def flow(x, *parameters):
+        return torch.func.functional_call(model, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(flow, (x, *model.parameters()))
+
+
 @pytest.mark.parametrize("kind", ["realnvp", "diffusion", "neuralode", "kde"])
 def test_densities_integrate_to_one(kind):
     model = shaken(kind, 2)

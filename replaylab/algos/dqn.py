@@ -35,10 +35,12 @@ class Config:
 
     batch_size: int = knob(256, "transitions an update")
     replay_ratio: float = knob(
-        32.0, "how often a transition is learned from: updates a step are replay_ratio / batch_size"
+        64.0, "how often a transition is learned from: updates a step are replay_ratio / batch_size"
     )
     lr: float = knob(2e-4, "Adam's learning rate")
-    lr_steps: int | None = knob(None, "environment steps over which it falls to a tenth; default: all; 0: it stays")
+    lr_steps: int | None = knob(
+        None, "environment steps, over whose second half it falls to a tenth; default: all; 0: it stays"
+    )
     adam_eps: float = knob(2e-5, "Adam's epsilon")
     gamma: float = knob(0.99, "discount")
     n_step: int = knob(3, "rewards summed before the bootstrap")
@@ -221,7 +223,7 @@ class DQN(nn.Module):
         values = self.online(batch["observations"]).gather(1, batch["actions"][:, None])[:, 0]
         loss = (batch["weight"] * huber_loss(values, goal, reduction="none")).mean()
         if self.config.lr_steps:
-            along = (self.ring.time * self.ring.games / self.config.lr_steps).clamp(max=1.0)
+            along = (2 * self.ring.time * self.ring.games / self.config.lr_steps - 1).clamp(0.0, 1.0)
             self.optimizer.param_groups[0]["lr"].copy_(self.config.lr * (1 - 0.9 * along))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()

@@ -23,7 +23,7 @@ from replaylab.config import knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Windows
 from replaylab.errors import UsageError
-from replaylab.models.adam import adam, clip_gradients
+from replaylab.models.adam import adam, clipped_step
 from replaylab.models.gpt import STYLES, DecisionTransformer, Shape
 from replaylab.models.mlp import ACTIVATIONS, generators
 from replaylab.step import Graph
@@ -304,8 +304,7 @@ class Agent(nn.Module):
         found = self.loss(batch)
         total = found["loss"] + self.config.ahead * found["ahead"] if self.config.ahead else found["loss"]
         total.sum().backward()
-        norms = clip_gradients(self.model.parameters(), len(self.seeds), self.config.clip)
-        optimizer.step()
+        norms = clipped_step(optimizer, len(self.seeds), self.config.clip)
         return {name: value.detach() for name, value in found.items()} | {"grad_norm": norms}
 
     # --- acting

@@ -14,26 +14,27 @@ from replaylab.step import Stepper
 HOPPER = Spaces([11], "float32", 3, False, [-1.0] * 3, [1.0] * 3)
 
 
-def _updates(device: torch.device, phase: int, what: str, seeds: Sequence[int], compiled: bool) -> Rows:
+def _updates(device: torch.device, name: str, what: str, seeds: Sequence[int], compiled: bool) -> Rows:
     cuda = device.type == "cuda"
     episodes = hopper_like() if cuda else hopper_like(20_000, 40)
     calls = 200 if cuda else 2
     for count in seeds:
         for compile in ("auto", "on") if cuda and compiled else ("auto",):
             agent = diffusion_dice.Agent(diffusion_dice.Config(), HOPPER, range(count), device)
-            stepper = Stepper(agent.phases(episodes)[phase], device, compile)
+            phase = next(phase for phase in agent.phases(episodes) if phase.name == name)
+            stepper = Stepper(phase, device, compile)
             spent = seconds_per_call(partial(stepper.run, 0, calls), device, 1, 5 if cuda else 1) / calls
             how = {"auto": "captured" if cuda else "eager", "on": "compiled + captured"}[compile]
             yield f"{what}, {count} seed{'s' if count > 1 else ''}, {how}", 1e3 * spent, "ms"
 
 
 def behavior(device: torch.device) -> Rows:
-    yield from _updates(device, 0, "diffusion-dice behaviour update, batch 4096", (1,), True)
+    yield from _updates(device, "behavior", "diffusion-dice behaviour update, batch 4096", (1,), True)
 
 
 def critic(device: torch.device) -> Rows:
     what = "diffusion-dice critic update, batch 512, 16 copies, 10 Qs"
-    yield from _updates(device, 1, what, (1, 5), True)
+    yield from _updates(device, "critic", what, (1, 5), True)
 
 
 def sample(device: torch.device) -> Rows:

@@ -17,6 +17,7 @@ from replaylab.data.episodes import Episodes
 from replaylab.errors import DataError
 
 BLOCK = 1024  # steps whose indices are drawn together
+PIECE = 2**24  # bytes copied to the device at a time
 DEVICE_SHARE = 0.6  # of the free memory that the data may take
 
 
@@ -56,17 +57,20 @@ class Store:
         self.terminated = self._small(episodes.terminated.astype(np.float32))
         self.episode_ids = torch.as_tensor(episodes.episode_ids, device=self.device)
         if self.resident:
-            place = np.arange(len(episodes)) + episodes.episode_ids
-            last = episodes.offsets[1:] + np.arange(episodes.num_episodes)
             kind = torch.uint8 if episodes.observations.dtype == np.uint8 else torch.float32
             shape = (len(episodes) + episodes.num_episodes, *episodes.observations.shape[1:])
             self._observations = torch.empty(shape, dtype=kind, device=self.device)
-            for start in range(0, len(episodes), 65536):  # in pieces: no second copy of the whole log
-                part = slice(start, start + 65536)
-                rows = torch.tensor(episodes.observations[part], dtype=kind, device=self.device)
-                self._observations[torch.as_tensor(place[part], device=self.device)] = rows
-            finals = torch.tensor(episodes.final_observations, dtype=kind, device=self.device)
-            self._observations[torch.as_tensor(last, device=self.device)] = finals
+            step = max(1, PIECE * len(episodes) // episodes.observations.nbytes)
+            for start in range(0, len(episodes), step):  # in pieces: no second copy of the whole log
+                self._fill(start, min(start + step, len(episodes)))
+
+    def _fill(self, start: int, stop: int) -> None:
+        """Rows start to stop, with the final observations of the episodes that end there, to the device."""
+        ends, finals = self.episodes.offsets[1:], self.episodes.final_observations
+        first, last = np.searchsorted(ends, [start, stop], side="right")
+        rows = np.insert(self.episodes.observations[start:stop], ends[first:last] - start, finals[first:last], axis=0)
+        rows = rows if rows.dtype == np.uint8 else rows.astype(np.float32, copy=False)
+        self._observations[start + first : start + first + len(rows)].copy_(torch.from_numpy(rows))
 
     def _small(self, column: np.ndarray) -> Tensor:
         kind = torch.int64 if column.dtype.kind in "iu" else torch.float32
@@ -183,7 +187,7 @@ class Windows:
 
     A draw is the window's first row, uniform over all rows. `mask` is 1 where a step is real; padded slots hold
     zeros. A causal model never looks to the right, so it needs the mask in its loss alone. Returns-to-go are those of
-    the whole episode. With `stack`, an observation is that many single frames.
+    the whole episode. With `stack`, an observation is that many single frames; of a padded slot, the last real ones.
     """
 
     def __init__(
@@ -217,7 +221,7 @@ class Windows:
             return column * real.reshape(*real.shape, *[1] * (column.ndim - real.ndim)).to(column.dtype)
 
         return {
-            "observations": masked(self.store.observations(rows) if self.stack == 1 else self._stacks(index)),
+            "observations": masked(self.store.observations(rows)) if self.stack == 1 else self._stacks(index),
             "actions": masked(self.store.actions[rows]),
             "rewards": masked(self.store.rewards[rows]),
             "returns_to_go": masked(self.returns_to_go[rows]),

@@ -36,6 +36,16 @@ def adam(
     return torch.optim.AdamW(groups, lr, betas, eps, weight_decay, fused=True, capturable=cuda)
 
 
+def clipped_step(optimizer: torch.optim.Optimizer, seeds: int, limit: float) -> Tensor:
+    """A step of `adam`'s optimiser with each seed's gradient, the whole of it, scaled down to the limit (0: no limit).
+    The norms before, (seeds,)."""
+    if isinstance(optimizer, FlatAdam) and seeds == 1:
+        return optimizer.clipped_step(limit)
+    norms = clip_gradients([p for group in optimizer.param_groups for p in group["params"]], seeds, limit)
+    optimizer.step()
+    return norms
+
+
 class FlatAdam(torch.optim.Optimizer):
     def __init__(
         self,
@@ -47,6 +57,7 @@ class FlatAdam(torch.optim.Optimizer):
     ):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.flat = [self._flatten(group) for group in self.param_groups]
+        self.whole = torch.ones((), device=self.flat[0]["value"].device)
 
     def _flatten(self, group: dict[str, Any]) -> dict[str, Any]:
         """Move the parameters into one buffer, where they stay; their moments are views of two more."""
@@ -70,22 +81,39 @@ class FlatAdam(torch.optim.Optimizer):
     @torch.compiler.disable  # it is one kernel already
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self._gather()
+        self._descend(self.whole)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def clipped_step(self, limit: float) -> Tensor:  # -> (1,)
+        self._gather()
+        parts = [torch.linalg.vector_norm(flat["gradient"]) for flat in self.flat]
+        norm = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))
+        self._descend(_share(norm, limit) if limit > 0 else self.whole)
+        return norm[None]
+
+    def _gather(self) -> None:
         for group, flat in zip(self.param_groups, self.flat, strict=True):
             parts = []
             for p, gap in zip(group["params"], flat["gaps"], strict=True):
                 parts += [p.grad.flatten(), gap]
             torch.cat(parts, out=flat["gradient"])
-            flat["step"] += 1
-            self._descend(flat, group)
 
-    def _descend(self, flat: dict[str, Any], group: dict[str, Any]) -> None:
+    def _descend(self, share: Tensor) -> None:
+        """Adam with this share of the gradients."""
+        for group, flat in zip(self.param_groups, self.flat, strict=True):
+            flat["step"] += 1
+            self._kernel(flat, group, share)
+
+    def _kernel(self, flat: dict[str, Any], group: dict[str, Any], share: Tensor) -> None:
         from replaylab.models.adam_kernel import descend
 
         columns = [flat[name] for name in ("value", "gradient", "exp_avg", "exp_avg_sq")]
         first, second = group["betas"]
         settings = (first, math.log(first), second, math.log(second), group["eps"], group["weight_decay"])
         size = flat["value"].numel()
-        descend[(-(-size // BLOCK),)](*columns, group["lr"], flat["step"], size, *settings, BLOCK)
+        descend[(-(-size // BLOCK),)](*columns, group["lr"], share, flat["step"], size, *settings, BLOCK)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         views = {p: dict(entries) for p, entries in self.state.items()}
@@ -101,10 +129,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], seeds: int, limit: float)
     gradients = [p.grad.view(seeds, -1) for p in parameters if p.grad is not None]
     norms = torch.linalg.vector_norm(torch.cat(gradients, 1), dim=1)
     if limit > 0:
-        factor = (limit / (norms + 1e-6)).clamp(max=1.0)
+        share = _share(norms, limit)
         if seeds == 1:
-            torch._foreach_mul_(gradients, factor[0])
+            torch._foreach_mul_(gradients, share[0])
         else:
             for gradient in gradients:
-                gradient.mul_(factor[:, None])
+                gradient.mul_(share[:, None])
     return norms
+
+
+def _share(norms: Tensor, limit: float) -> Tensor:
+    return (limit / (norms + 1e-6)).clamp(max=1.0)

@@ -70,16 +70,16 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (members, tokens, width)
         if len(self.weight) == 1:  # one fused kernel
-            return F.layer_norm(x, x.shape[-1:], self.weight[0], self.bias[0])
+            return F.layer_norm(x, x.shape[-1:], self.weight.squeeze(0), self.bias.squeeze(0))
         return torch.addcmul(self.bias[:, None], F.layer_norm(x, x.shape[-1:]), self.weight[:, None])
 
 
 class Conv(nn.Module):
     """Kernels of one convolution a member; PyTorch's default initialisation."""
 
-    def __init__(self, generators: Generators, inputs: int, outputs: int, kernel: int, stride: int):
+    def __init__(self, generators: Generators, inputs: int, outputs: int, kernel: int):
         super().__init__()
-        self.stride, bound = stride, (inputs * kernel * kernel) ** -0.5
+        bound = (inputs * kernel * kernel) ** -0.5
 
         def draw(*shape: int) -> nn.Parameter:
             return nn.Parameter(
@@ -95,20 +95,24 @@ class Frames(nn.Module):
     def __init__(self, generators: Generators, stack: int, width: int):
         super().__init__()
         sizes = [(stack, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
-        self.convs = nn.ModuleList(Conv(generators, *size) for size in sizes)
+        self.convs = nn.ModuleList(Conv(generators, *size) for *size, _ in sizes)
+        self.strides = [stride for *_, stride in sizes]
         self.dense = Linear(generators, 64 * 7 * 7, width)
 
     def forward(self, frames: Tensor) -> Tensor:  # (members, batch, stack, 84, 84) uint8
         kind = torch.bfloat16 if torch.is_autocast_enabled(frames.device.type) else torch.float32
-        return self.dense(torch.stack([self._encode(i, member, kind) for i, member in enumerate(frames)]))
+        layers = [zip(c.weight.unbind(), c.bias.unbind(), strict=True) for c in self.convs if isinstance(c, Conv)]
+        encoded = [
+            self._encode(member.to(kind), *own) for member, *own in zip(map(_blocks, frames), *layers, strict=True)
+        ]
+        return self.dense(torch.stack(encoded))
 
-    def _encode(self, member: int, frames: Tensor, kind: torch.dtype) -> Tensor:
+    def _encode(self, blocks: Tensor, *layers: tuple[Tensor, Tensor]) -> Tensor:
         """An 8 x 8 kernel with stride 4 over few channels is a 2 x 2 kernel over the 4 x 4 blocks of a frame, whose
         pixels are channels then: the same sums, in a shape that tensor cores like."""
-        convs = [(c.weight[member], c.bias[member], c.stride) for c in self.convs if isinstance(c, Conv)]
-        (weight, bias, _), *others = convs
-        x = torch.relu(F.conv2d(_blocks(frames).to(kind), _blocks(weight) / 255, bias))
-        for weight, bias, stride in others:
+        (weight, bias), *others = layers
+        x = torch.relu(F.conv2d(blocks, _blocks(weight) / 255, bias))
+        for (weight, bias), stride in zip(others, self.strides[1:], strict=True):
             x = torch.relu(F.conv2d(x, weight, bias, stride))
         return x.flatten(1)
 

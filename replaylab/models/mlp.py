@@ -37,7 +37,7 @@ class Linear(nn.Module):
         if x.is_cuda and len(x) > 1 and x.shape[1] >= LONG:
             return LongBatch.apply(x, self.weight, self.bias)
         if len(self.weight) == 1:  # this product adds the bias itself, the other copies it first
-            return torch.addmm(self.bias[0], x[0], self.weight[0])[None]
+            return torch.addmm(self.bias.squeeze(0), x.squeeze(0), self.weight.squeeze(0))[None]
         return torch.baddbmm(self.bias, x, self.weight)
 
 
