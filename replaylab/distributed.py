@@ -26,7 +26,7 @@ from torch import Tensor, distributed
 
 from replaylab.algos import Phase, system
 from replaylab.config import read_yaml, write_yaml
-from replaylab.errors import UsageError
+from replaylab.errors import ReplaylabError, UsageError
 
 BATCH = 2  # axis of the indices: (steps, seeds, batch, ...)
 
@@ -159,6 +159,9 @@ def main(words: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
+    except ReplaylabError as error:
+        print(f"replaylab{f' (process {rank()})' if rank() else ''}: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()

@@ -276,16 +276,15 @@ def evaluate(
     settings: dict[str, Any] = {} if seed == SEED else {"seed": seed}
     if noise is not None:
         settings["noise"] = {k: v for k, v in vars(noise).items() if v != getattr(type(noise), k, None)}
-    records = []
+    step, records = int(folder.checkpoints()[-1].name.removeprefix("step-")), []
     for values in _combinations(agent, acting or {}):
         agent.config = replace(agent.config, **values)
-        records += evaluate_agent(
+        found = evaluate_agent(
             agent, seeds, env_id, episodes,
             seed=seed, noise=noise, device=where, settings=settings | values, targets=targets,
         )  # fmt: skip
-    step = folder.checkpoints()[-1].name.removeprefix("step-")
-    records = [{"step": int(step), **record} for record in records]
-    folder.append("eval.jsonl", records)
+        records += [{"step": step, **record} for record in found]
+        folder.append("eval.jsonl", records[-len(found) :])
     return records
 
 

@@ -158,10 +158,11 @@ def serve(run: str | Path, port: int = 0, device: str = "auto") -> ThreadingHTTP
         raise UsageError(f"cannot listen on port {port}: {error}") from error
 
 
-def play(run: str | Path, port: int = 0, device: str = "auto", say: Callable[[str], None] = print) -> None:
-    """Serve the page until Ctrl-C."""
+def play(run: str | Path, port: int = 0, device: str = "auto") -> None:
+    """Serve the page until Ctrl-C. No window is opened: the address is printed, at once even without a terminal."""
     server = serve(run, port, device)
-    say(f"play at http://127.0.0.1:{server.server_address[1]}/  (arrow keys, space, R restarts; Ctrl-C ends)")
+    address = f"http://127.0.0.1:{server.server_address[1]}/"
+    print(f"play at {address}  (arrow keys, space, R restarts; Ctrl-C ends)", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

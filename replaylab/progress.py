@@ -16,7 +16,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """A bar that redraws itself on a terminal; one line a minute where there is none."""
+    """A bar that redraws itself on a terminal; where there is none, a line after five seconds and then one a minute."""
 
     def __init__(self, label: str, total: int, done: int = 0, unit: str = "steps", file: TextIO | None = None):
         self.label, self.total, self.done, self.unit = label, total, done, unit
@@ -25,14 +25,15 @@ class Progress:
         self.notes = ""
         self.began = self.drawn = time.monotonic()
         self.began_at = done
+        self.every = 0.2 if self.live else 5.0  # seconds
 
     def update(self, done: int, **numbers: float) -> None:
         self.done = done
         if numbers:
             self.notes = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         now = time.monotonic()
-        if now - self.drawn >= (0.2 if self.live else 60):
-            self.drawn = now
+        if now - self.drawn >= self.every:
+            self.drawn, self.every = now, 0.2 if self.live else 60.0
             self._draw()
 
     def _line(self) -> str:

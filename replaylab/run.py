@@ -26,7 +26,7 @@ from torch import Tensor
 
 import replaylab
 from replaylab.config import read_yaml, write_whole
-from replaylab.errors import DataError, UsageError
+from replaylab.errors import DataError, UsageError, nearest
 from replaylab.tensors import load_tensors, save_tensors
 
 KEEP = 2  # checkpoints: the last one, and the one before it should the last prove unreadable
@@ -41,7 +41,9 @@ class RunFolder:
 
     def require(self) -> RunFolder:
         if not self.exists():
-            raise UsageError(f"{self.path} is not a run folder: it has no config.yaml")
+            others = [str(p.parent) for p in self.path.parent.glob("*/config.yaml")]
+            hint = nearest(str(self.path), others) if others else ""
+            raise UsageError(f"{self.path} is not a run folder: it has no config.yaml{hint}")
         return self
 
     @contextlib.contextmanager

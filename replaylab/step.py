@@ -55,6 +55,8 @@ class Stepper:
                 self.gather = torch.compile(self.gather)
         self.step = Graph(self._body, device, capture=compile != "off")
         self.sums: dict[str, Tensor] = {}  # metric sums since they were last read
+        self.total: Tensor | None = None  # the same as one table, (metrics, seeds), so that one kernel adds
+        self.broken: Tensor | None = None  # updates since each of them stopped being a number
         self.count = 0
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.indices: Tensor | None = None
@@ -81,16 +83,25 @@ class Stepper:
         self.count = 0
         return means
 
+    def first_broken(self) -> tuple[str, int] | None:
+        """The metric that stopped being a number first, and how many updates ago. Waits for the device."""
+        if self.broken is None or not self.broken.any():
+            return None
+        ago = self.broken.flatten(1).amax(1).tolist() if self.broken.ndim > 1 else self.broken.tolist()
+        return list(self.sums)[ago.index(max(ago))], max(ago)
+
     def _body(self) -> None:
         if self.phase.sampler.resident:
             batch = self.gather(self._index())
         else:
             batch = self.batch
         metrics = self.update(batch)
-        for name, value in metrics.items():
-            if name not in self.sums:
-                self.sums[name] = torch.zeros_like(value)
-            self.sums[name].add_(value)
+        if self.total is None or self.broken is None:
+            self.total = torch.stack([self.sums.get(name, torch.zeros_like(v)) for name, v in metrics.items()])
+            self.sums = dict(zip(metrics, self.total, strict=True))
+            self.broken = torch.zeros_like(self.total, dtype=torch.int64)
+        self.total.add_(torch.stack(list(metrics.values())))
+        self.broken.add_((self.total - self.total) != 0)
         self.cursor.add_(1)
 
     def _index(self) -> Tensor:

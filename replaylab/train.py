@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -83,14 +82,18 @@ def train(
     """Train a system on logged data; returns the run folder.
 
     `settings` are fields of `Options` and of the system's `Config`. They win over the YAML file `config`, which wins
-    over `preset`, which wins over the defaults. A system that makes its own data (mbarc) takes `env` and no data.
+    over `preset`, which wins over the defaults. The file may name the `data` too. A system that makes its own data
+    (mbarc) takes `env` and no data.
     """
     module = system(system_name)
     if preset is not None and preset not in module.PRESETS:
         raise UsageError(f"{system_name}: unknown preset '{preset}'{nearest(preset, module.PRESETS)}")
+    given = read_yaml(config) if config else {}
+    named = given.pop("data", None)
+    data = named if data is None else data
     layers = [
         (f"preset {preset}", module.PRESETS[preset] if preset else {}),
-        (str(config), read_yaml(config) if config else {}),
+        (str(config), given),
         ("settings", settings),
     ]
     options, algorithm = resolve([Options, module.Config], layers)
@@ -109,6 +112,12 @@ def train(
             source = replace(source, meta=source.meta | {"env_id": options.env})
         elif source.env_id:
             options.env = _usable(source.env_id, spaces)
+        if preset is None and hasattr(module, "usual_preset"):
+            preset = module.usual_preset(source)
+            if preset is not None:
+                print(f"note: --preset {preset}, since none was named", file=sys.stderr)
+                layers[0] = (f"preset {preset}", module.PRESETS[preset])
+                options, algorithm = resolve([Options, module.Config], [*layers, ("data", {"env": options.env})])
     values = {"system": system_name, "data": paths, "data_options": data_options or {}, "preset": preset}
     values |= asdict(options) | asdict(algorithm)
     folder = RunFolder(out or Path("runs") / f"{system_name}-{_name(source, paths)}")
@@ -345,9 +354,19 @@ class Trainer:
         average = {name: sum(values) / len(values) for name, values in means.items()}
         bar.update(self.done, **dict(list(average.items())[:4]))
         self.track(self.step, {f"{phase.name}/{name}": value for name, value in average.items()})
-        broken = [name for name, value in average.items() if not math.isfinite(value)]
-        if broken:
-            raise DataError(f"{broken[0]} became {average[broken[0]]} at step {self.step}: lower the learning rate")
+        self._check(stepper)
+
+    def _check(self, stepper: Stepper) -> None:
+        """Stop where something is no number any more, before it gets into a checkpoint."""
+        broken = stepper.first_broken()
+        if broken is None:
+            hooked = [name for name, value in self.hooked.items() if not value.isfinite().all()]
+            weights = [name for name, value in self.agent.named_parameters() if not value.isfinite().all()]
+            broken = next(((name, 1) for name in hooked + weights), None)
+        if broken is not None:
+            name, ago = broken
+            what = f"{name} became NaN or infinite at step {self.step - ago + 1}"
+            raise DataError(f"{what}: lower the learning rate; the checkpoint before it is kept")
 
     def _evaluate(self, episodes: int, bar: Progress | None = None) -> None:
         if self.options.env is None or episodes < 1:
@@ -367,6 +386,7 @@ class Trainer:
     # --- checkpoints
 
     def _save(self, stepper: Stepper) -> None:
+        self._check(stepper)
         training = {"rng.cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             training["rng.cuda"] = torch.cuda.get_rng_state(self.device)

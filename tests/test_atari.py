@@ -125,6 +125,22 @@ def test_sticky_actions(sticky: float, low: float, high: float) -> None:
     assert low <= np.mean(hits) <= high
 
 
+def test_options_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    real = atari.engine
+    monkeypatch.setattr(atari, "engine", lambda *args, **options: asked.append(options) or real(*args, **options))
+    envs.make_vec("atari/Pong,sticky=0,noops=30", 1).close()
+    envs.make_vec("atari/pong,sticky=0.1", 1, noop_max=7).close()
+    envs.make_vec("atari/pong", 1).close()
+    assert [{k: v for k, v in options.items() if k != "threads"} for options in asked] == [
+        {"sticky": 0.0, "noop_max": 30}, {"sticky": 0.1, "noop_max": 7}, {},
+    ]  # fmt: skip
+    assert scores.reference("atari/pong,sticky=0,noops=30") == scores.reference("atari/pong")
+    for wrong in ("stiky=0", "sticky=2", "noops=-1", "noops", ""):
+        with pytest.raises(UsageError, match="options are sticky=0 to 1 and noops="):
+            envs.make_vec(f"atari/pong,{wrong}", 1)
+
+
 def test_single_environment() -> None:
     env = envs.make("atari/freeway", max_steps=2)
     observation, _ = env.reset(seed=1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from conftest import make_episodes
 
 import replaylab
@@ -116,6 +117,12 @@ def test_yaml_under_the_command_line(log, tmp_path, capsys):
     assert run(capsys, *words)[0] == 0
     text = (tmp_path / "r" / "config.yaml").read_text()
     assert "lr: 0.01" in text and "steps: 30" in text
+    (tmp_path / "c.yaml").write_text(f"data: {log}\nsteps: 20\n")
+    assert run(capsys, "train", "bc", *words[4:6], "--seed", "3", "--out", str(tmp_path / "s"))[0] == 0
+    text = (tmp_path / "s" / "config.yaml").read_text()
+    assert log in text and yaml.safe_load(text)["seeds"] == [3]
+    code, _, err = run(capsys, "train", "bc", "--steps", "20")
+    assert code == 2 and "name them with --data" in err
     (tmp_path / "c.yaml").write_text("learning: 1\n")
     code, _, err = run(capsys, *words, "--overwrite")
     assert code == 2 and "unknown key 'learning'" in err

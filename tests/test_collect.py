@@ -2,19 +2,21 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from conftest import make_episodes
 
 from replaylab.algos import Spaces
 from replaylab.algos.sac import SAC, Config
 from replaylab.collect import collect, rounded, save_what_fits
-from replaylab.collect.levels import choose
+from replaylab.collect.levels import choose, make_level
 from replaylab.collect.online import Config as OnlineConfig
 from replaylab.collect.online import Online, Replay
 from replaylab.data.read import load
-from replaylab.errors import DataError, UsageError
+from replaylab.errors import DataError, ReplaylabError, UsageError
 
 SPACES = Spaces([3], "float32", 2, False, [-2.0, -1.0], [2.0, 1.0])
 
@@ -137,10 +139,38 @@ def test_a_resumed_collection_is_the_uninterrupted_one(tmp_path, monkeypatch, ca
 def test_medium_is_a_third_of_the_way(tmp_path):
     online = Online("d4rl/hopper", OnlineConfig(**TINY | {"candidates": 2}), 0, torch.device("cpu"), tmp_path / "x")
     online.curve = [{"step": i, "returns": [10.0 * i, value]} for i, value in enumerate([20, 900, 1100, 3000, 3300])]
-    assert choose(online) == (1, 2, 4)  # (3234.3 + 20.3) / 3 - 20.3 = 1064.6
+    assert choose(online)[:3] == (1, 2, 4)  # (3234.3 + 20.3) / 3 - 20.3 = 1064.6
     online.curve = online.curve[:2]
-    with pytest.raises(DataError, match="train longer"):
-        choose(online)
+    assert choose(online)[:3] == (1, None, 1)
+    with pytest.raises(DataError, match=r"hopper reached 900, under the 1065 .* train longer"):
+        make_level(online, "medium", 100, 0)
+
+
+def test_without_references_medium_is_measured_from_the_untrained_policy(tmp_path):
+    online = Online("Pendulum-v1", OnlineConfig(**TINY), 0, torch.device("cpu"), tmp_path / "x")
+    assert -2000 < online.untrained_return < -600
+    online.untrained_return = -1200.0
+    for curve, medium in (
+        ([-1100, -850, -750, -300], 1),  # a third of the way to -300 is -900
+        ([-1100, -1150, -1300], None),  # nothing was learnt: no policy is better than another
+    ):
+        online.curve = [{"step": i, "returns": [float(value)]} for i, value in enumerate(curve)]
+        assert choose(online)[1] == medium
+    with pytest.raises(DataError, match="ended at -1300, no better than the -1200 of the untrained policy: train"):
+        make_level(online, "medium", 100, 0)
+
+
+def test_a_medium_that_is_nearly_an_expert_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Online, "untrained_return", -5000.0)
+    settings = TINY | {"train_steps": 200}  # one chapter: the first policy is the last
+    out = collect("Pendulum-v1", tmp_path / "p", level="medium", steps=200, device="cpu", **settings)
+    assert "`medium` is 100% of the way to the expert" in load(out).meta["notes"][0]
+    assert "a --chapter under 200" in capsys.readouterr().err
+
+
+def test_an_expert_needs_no_medium(tmp_path, capsys):
+    collect("d4rl/hopper", tmp_path / "h", level="full-replay", device="cpu", **TINY)
+    assert "medium" not in load(tmp_path / "h").meta["recipe"]
 
 
 def test_existing_output_is_kept(tmp_path):
@@ -149,20 +179,80 @@ def test_existing_output_is_kept(tmp_path):
         collect("Pendulum-v1", tmp_path / "x", level="random", device="cpu", **TINY)
 
 
-def test_a_full_disk_keeps_whole_episodes(tmp_path, monkeypatch, episodes):
+@pytest.mark.parametrize(("room", "kept"), [(0.0, 0), (0.35, 3), (0.75, 7), (0.99, 9)])
+def test_a_full_disk_keeps_whole_episodes(tmp_path, monkeypatch, room, kept):
     from replaylab import collect as module
     from replaylab.data.write import save
 
+    log = make_episodes(lengths=(10,) * 10)
+    free = int(room * log.nbytes)
+
     def tight(part, path, **options):
-        if part.num_episodes > 1:
+        if part.nbytes > free:
             raise DataError("No space left on device")
         return save(part, path, **options)
 
     monkeypatch.setattr(module, "save", tight)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda p: type("u", (), {"free": 0})())
-    with pytest.raises(DataError, match="kept the first 1 of 3 episodes"):
-        save_what_fits(episodes, tmp_path / "x", overwrite=False)
-    assert load(tmp_path / "x").num_episodes == 1
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda p: type("u", (), {"free": free})())
+    found = f"kept the first {kept} of 10 episodes" if kept else "No space left"
+    with pytest.raises(DataError, match=found):
+        save_what_fits(log, tmp_path / "new" / "x", overwrite=False)
+    assert not kept or load(tmp_path / "new" / "x").num_episodes == kept
+
+
+def test_what_cannot_be_written_is_said_before_the_training(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    monkeypatch.setattr(Online, "train", lambda self: pytest.fail("trained"))
+    for out, options, words in (
+        ("x.xyz", {}, "does not tell the format"),
+        ("x", {"format": "table"}, "cannot be written"),
+        ("mine", {"overwrite": True}, "no dataset and is not replaced"),
+        ("x", {"steps": 0}, "steps must be at least 1"),
+        ("x", {"steps": -5}, "steps must be at least 1"),
+        ("x", {"level": "medum"}, "known: random, medium, medium-replay, full-replay, expert, medium-expert, mixed"),
+    ):
+        with pytest.raises(ReplaylabError, match=words):
+            collect("Pendulum-v1", tmp_path / out, device="cpu", **TINY | options)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"] and (tmp_path / "mine" / "notes.txt").exists()
+    with pytest.raises(UsageError, match="leave --to and --compact out"):
+        collect("atari/pong", tmp_path / "x", format="npz")
+
+
+@pytest.mark.parametrize("level", ["random", "full-replay"])
+def test_a_disk_that_was_full_loses_no_training(tmp_path, monkeypatch, capsys, level):
+    """With room again, and what was kept out of the way, the same command only writes."""
+    from replaylab import collect as module
+
+    def full(episodes, path, **options):
+        module.save(episodes.select([0]), path)
+        raise DataError("the disk is full")
+
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="full"):
+        patch.setattr(module, "save_what_fits", full)
+        collect("pendulum", tmp_path / "p", level=level, steps=600, device="cpu", **TINY)
+    assert load(tmp_path / "p").num_episodes == 1
+    shutil.rmtree(tmp_path / "p")
+    monkeypatch.setattr(Online, "_chapter", lambda self, *args: pytest.fail("trained again"))
+    assert len(load(collect("pendulum", tmp_path / "p", level=level, steps=600, device="cpu", **TINY))) == 600
+
+
+def test_unknown_environments_list_the_known_ones(tmp_path):
+    for name, words in (
+        ("hoper", "did you mean 'd4rl/hopper'"),
+        ("zzzz", "known: d4rl/hopper, .*reacher2d.*atari/GAME"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            collect(name, tmp_path / "x", device="cpu", **TINY)
+        with pytest.raises(UsageError, match="known: d4rl/hopper, d4rl/halfcheetah"):
+            collect(name, tmp_path / "x", device="cpu", **TINY)
+    assert not any(tmp_path.iterdir())
+
+
+def test_mazes_are_written_in_any_format(tmp_path, capsys):
+    collect("pointmaze-umaze", tmp_path / "m", steps=50, format="npz", compact=True)
+    log = load(tmp_path / "m", format="npz")
+    assert len(log) >= 50 and log.meta["rounded_to_bits"] == 14
 
 
 def test_rounding_is_small_and_compresses(episodes):

@@ -14,7 +14,7 @@ from pages import Page
 from replaylab import scores
 from replaylab.cli import main
 from replaylab.compare import compare, export, gather, markdown, results_markdown, to_csv
-from replaylab.config import write_yaml
+from replaylab.config import read_yaml, write_yaml
 from replaylab.errors import UsageError
 from replaylab.published import PUBLISHED, canonical, dataset_name, published
 from replaylab.sweep.plan import Cell, Plan
@@ -146,6 +146,14 @@ def test_who_beats_whom(sweep, tmp_path):
     assert "0.94 [" in text and "Probability of improvement" in text
 
 
+def test_a_system_with_tasks_of_its_own_does_not_hide_the_aggregates(tmp_path):
+    for system, data, score in (("bc", "a", 10), ("dt", "a", 30), ("mopo", "b", 50)):
+        make_run(tmp_path / "s" / f"{system}-{data}", [(9, s, [score + s]) for s in (0, 1)], system=system, data=data)
+    assert gather(tmp_path / "s").complete() == (["bc", "dt"], ["a"], ["mopo"])
+    text = Page(compare(tmp_path / "s", tmp_path / "c.html", reports=False).read_text()).text
+    assert "Probability of improvement" in text and "Without mopo: not evaluated on a, or" in text and "1 task," in text
+
+
 def test_plain_runs_are_told_apart_by_what_differs(tmp_path):
     make_run(tmp_path / "a", [(200, 0, [10])], lr=0.1)
     make_run(tmp_path / "b", [(200, 0, [20])], lr=0.2)
@@ -163,6 +171,24 @@ def test_published_scores_stand_only_beside_scores_of_their_kind(tmp_path):
     found = gather(run)
     assert found.entries[0].kind == "return" and "published" not in markdown(found)
     assert found.complete()[0] == []  # nothing to aggregate
+
+
+def test_published_returns_of_games_are_normalised_like_ours(tmp_path):
+    run = make_run(tmp_path / "mbarc-krull", [(200, 0, [50, 60])], system="mbarc", data="x", seeds=[0])
+    config = read_yaml(run / "config.yaml") | {"data": [], "env": "atari-rgb/krull"}
+    write_yaml(run / "config.yaml", config)
+    found = gather(run)
+    assert found.tasks == ["atari/krull"]
+    text = markdown(found)
+    # 100 (3332.4 - 1598) / (2665.5 - 1598), and SimPLe's 2204.8
+    assert "| *published:* MBARC (MBARC README) | 162.5 |" in text and "SimPLe" in text and "| 56.84 |" in text
+    assert "best checkpoint, 1 seed, normalised here." in text and "of one seed: over episodes" in text
+    theirs = next(r for r in csv.DictReader(io.StringIO(to_csv(found))) if r["row"].startswith("MBARC"))
+    assert theirs["score"] == "normalised" and float(theirs["mean"]) == pytest.approx(100 * 1734.4 / 1067.5)
+    assert "normalised here" in Page(re.sub(r'<a href="[^"#]+"', '<a href="#"', compare(run).read_text())).text
+    (tmp_path / "results").mkdir()
+    export(run, tmp_path / "results")
+    assert "1 seed, normalised here | 162.5 |" in results_markdown(tmp_path / "results")
 
 
 def test_a_sweep_without_any_evaluation_has_a_page(tmp_path):

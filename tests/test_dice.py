@@ -16,7 +16,7 @@ from replaylab import results
 from replaylab.algos import Spaces
 from replaylab.algos import diffusion_dice as dice
 from replaylab.cli import main
-from replaylab.data.rewards import drifting_returns, tuned_rewards
+from replaylab.data.rewards import drifting_returns, name_of, tuned_rewards
 from replaylab.data.toys import toy_bandit, toy_reward
 from replaylab.errors import DataError, UsageError
 from replaylab.models.mlp import generators
@@ -144,6 +144,11 @@ def test_rewards():
     assert tuned_rewards(log, "raw") is log.rewards
     for name in ("antmaze-large-diverse", "pointmaze-medium"):
         named = replace(log, meta=log.meta | {"env_id": name})
+        np.testing.assert_array_equal(tuned_rewards(named, "auto"), np.where(log.rewards > 0, 0, -1))
+    for file, name in {"u-maze": "umaze", "big-maze": "medium", "hardest-maze": "large"}.items():  # D4RL's own files
+        source = f"/data/Ant_maze_{file}_noisy_multistart_True_multigoal_False_sparse_fixed.hdf5"
+        named = replace(log, meta={"source": source})
+        assert f"antmaze-{name}_noisy" in name_of(named)
         np.testing.assert_array_equal(tuned_rewards(named, "auto"), np.where(log.rewards > 0, 0, -1))
     same = replace(log, rewards=np.zeros(16))
     with pytest.raises(DataError, match="--rewards raw"):
@@ -542,12 +547,12 @@ def test_discrete_actions_are_refused():
 
 def test_a_broken_critic_stops_and_is_named(tmp_path):
     log = replace(make_episodes(), rewards=np.full(16, 1e38))
-    with pytest.raises(DataError, match=r"became (nan|inf) at step"):
+    with pytest.raises(DataError, match=r"became NaN or infinite at step"):
         replaylab.train("diffusion-dice", log, out=tmp_path / "r", **FRONT | {"rewards": "raw"})
 
 
 def test_every_preset_is_of_known_settings():
-    known = set(dice.Config.__dataclass_fields__) | {"eval_every", "final_episodes"}
+    known = set(dice.Config.__dataclass_fields__) | {"eval_every", "eval_episodes", "final_episodes"}
     for preset in dice.PRESETS.values():
         assert set(preset) <= known
         dice.Config(**{k: v for k, v in preset.items() if k in dice.Config.__dataclass_fields__})

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import make_episodes
 
+import replaylab
 from replaylab import distributed
 from replaylab.algos import Spaces, bc, dt
 from replaylab.errors import UsageError
+from replaylab.run import RunFolder
 from replaylab.step import Stepper
 
 CPU = torch.device("cpu")
@@ -75,3 +79,49 @@ def test_a_batch_that_cannot_be_shared_out_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UsageError, match="a batch of 16 cannot be shared out to 3"):
         distributed.Part(sampler, torch.ones(1)).draw(0, 1)
+
+
+def torchrun(*words):
+    """As a user types it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, "-m", "replaylab.distributed", *map(str, words)], capture_output=True, text=True, timeout=100
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    replaylab.save(make_episodes((30, 20, 30)), tmp_path / "logs.npz")
+    return tmp_path
+
+
+def words(folder, steps):
+    given = ["--preset", "debug", "--batch-size", 16, "--no-lr-decay", "--seeds", 0, 1, "--steps", steps]
+    return ["bc", "--data", folder / "logs.npz", *given, "--out", folder / "two"]
+
+
+def assert_as_one(folder, steps):
+    given = {"batch_size": 16, "lr_decay": False, "seeds": [0, 1], "steps": steps}
+    one = replaylab.train("bc", folder / "logs.npz", preset="debug", out=folder / "one", **given)
+    assert RunFolder(folder / "two").info()["status"] == "finished"
+    for a, b in zip(*(RunFolder(path).weights().values() for path in (folder / "two", one)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.timeout(100)
+def test_by_the_command_line(folder):
+    found = torchrun(*words(folder, 10))
+    assert found.returncode == 0, found.stderr
+    assert_as_one(folder, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_resumes_and_a_mistake_is_one_line(folder):
+    torchrun(*words(folder, 10))
+    found = torchrun(*words(folder, 20), "--resume")  # both processes from the first one's checkpoint
+    assert found.returncode == 0, found.stderr
+    assert_as_one(folder, 20)
+    found = torchrun("bc", "--data", "nowhere.npz", "--out", folder / "three")
+    assert found.returncode and "\nreplaylab: nowhere.npz: no such file" in f"\n{found.stderr}"
+    assert "DataError" not in found.stderr  # no traceback of ours

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from replaylab.data.episodes import Episodes, from_rows
-from replaylab.data.formats import dqn_replay
+from replaylab.data.formats import dqn_replay, native
 from replaylab.data.formats.common import Options
 from replaylab.data.sample import FrameStacks, Store
 from replaylab.errors import DataError, UsageError
@@ -185,7 +188,10 @@ def test_parts_of_a_log(tmp_path: Path) -> None:
     assert kept(episodes_per_checkpoint=1) == [1, 4, 7, 10]
     assert kept(checkpoints=2, max_steps=70) == [7, 8, 10, 11]  # 35 steps each: two episodes of 17
     assert kept(max_steps=1) == [1, 4, 7, 10]
-    with pytest.raises(UsageError, match="1 to 4"):
+    assert dqn_replay.read(tmp_path, max_steps=190).meta["notes"] == []
+    few = dqn_replay.read(tmp_path, max_steps=500_000).meta["notes"]
+    assert few == ["500,000 steps were asked for, the checkpoints gave 204"]
+    with pytest.raises(UsageError, match=r"5 checkpoints \(--num-buffers\) were asked for, .* has 4"):
         dqn_replay.read(tmp_path, checkpoints=5)
     with pytest.raises(UsageError, match="max_steps"):
         dqn_replay.read(tmp_path, max_steps=0)
@@ -202,6 +208,48 @@ def test_extraction_happens_once(logs: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert (dqn_replay.read(logs).observations == first.observations).all()
     rewrite(logs / "$store$_action_ckpt.0.gz", np.full(40, 3, np.int32))
     assert (dqn_replay.read(logs).actions == 3).all()  # a changed file is read anew
+
+
+def test_checkpoints_are_unfolded_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the order of their numbers, whoever finishes first; and the user is told what takes so long."""
+    log = dqn_replay.Log(tmp_path, rows_per_file=1)
+    for number in range(1, 8):
+        length = 30 - 4 * number
+        log.add(np.full((length, 84, 84), number, np.uint8), np.arange(length) % 3, np.zeros(length), number == 3)
+    monkeypatch.setattr(dqn_replay.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(dqn_replay, "PIECE", 2)
+    episodes = dqn_replay.read(tmp_path)
+    assert frame_numbers(episodes) == [n for n in range(1, 8) for _ in range(30 - 4 * n)]
+    assert episodes.final_observations[:, 0, 0].tolist() == list(range(1, 8))
+    assert np.flatnonzero(episodes.truncated).tolist() == [26 + 22 + 18 - 1]
+    native.verify(next((tmp_path / ".replaylab").iterdir()))
+    assert "unpacking 119 frames of" in capsys.readouterr().err  # 98 and the padding
+    dqn_replay.read(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def test_one_bad_file_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = dqn_replay.Log(tmp_path, rows_per_file=1)
+    for number in range(1, 8):
+        log.add(np.full((40, 84, 84), number, np.uint8), np.zeros(40, int), np.zeros(40), False)
+    rewrite(tmp_path / "$store$_observation_ckpt.0.gz", np.zeros((43, 84, 85), np.uint8))
+    monkeypatch.setattr(dqn_replay.os, "cpu_count", lambda: 2)
+    read = Counter[int]()
+    real = dqn_replay._frames
+
+    def frames(folder: Path, number: int, *args: int) -> Any:
+        for piece in real(folder, number, *args):
+            read[number] += 1
+            time.sleep(0.01)
+            yield piece
+
+    monkeypatch.setattr(dqn_replay, "PIECE", 1)
+    monkeypatch.setattr(dqn_replay, "_frames", frames)
+    with pytest.raises(DataError, match=r"ckpt\.0\.gz: holds"):
+        dqn_replay.read(tmp_path)
+    assert sum(read.values()) < 43 and not any((tmp_path / ".replaylab").iterdir())
 
 
 # --- writing
@@ -264,6 +312,25 @@ def test_a_full_disk_leaves_whole_checkpoints(tmp_path: Path, monkeypatch: pytes
         log.add(*episode)
     assert len(list(tmp_path.iterdir())) == 6
     assert len(dqn_replay.read(tmp_path)) == 8
+
+
+def test_a_full_disk_leaves_the_episodes_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = dqn_replay.Log(tmp_path, rows_per_file=10_000)
+    for number in range(1, 9):
+        log.add(np.full((7, 84, 84), number, np.uint8), np.zeros(7, int), np.zeros(7), number == 2)
+    real = dqn_replay.save_gzip
+
+    def full(file: Path, pieces: list[np.ndarray], level: int) -> None:
+        if "observation" in file.name and sum(map(len, pieces)) > 50:
+            file.write_bytes(b"half a file")
+            raise OSError(28, "No space left on device")
+        real(file, pieces, level)
+
+    monkeypatch.setattr(dqn_replay, "save_gzip", full)
+    with pytest.raises(DataError, match=r"4 of 8 episodes of ckpt\.0 could be written, .*No space left"):
+        log.close()
+    assert not list(tmp_path.glob("*.part"))
+    assert frame_numbers(dqn_replay.read(tmp_path)) == [n for n in range(1, 5) for _ in range(7)]
 
 
 def test_other_data_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import gymnasium
 import numpy as np
@@ -538,3 +539,20 @@ def test_what_does_not_fit_is_said(pixels):
             make_agent(pixels)
     finally:
         pixels.meta["frame_stack"] = 4
+
+
+def test_frames_take_the_preset_for_frames(pixels, tmp_path, capsys):
+    small = {"steps": 1, "batch_size": 2, "context": 2, "width": 16, "final_episodes": 0, "eval_every": -1}
+    run = replaylab.train("dt", pixels, out=tmp_path / "r", env="atari/breakout", **small)
+    config = RunFolder(run).config()
+    assert "--preset atari" in capsys.readouterr().err and config["preset"] == "atari"
+    assert (config["layers"], config["style"], config["width"]) == (6, "tanh", 16)
+    assert dt.usual_preset(replace(pixels, meta=pixels.meta | {"env_id": "atari/pong"})) == "pong"
+    assert dt.usual_preset(make_episodes()) is None
+
+
+def test_a_target_outside_the_data_is_noted():
+    log = make_episodes()
+    agent, _ = make_agent(log, target=1e6)
+    assert agent.notes == [f"asks for a return of 1e+06; the data has {log.returns.min():g} to {log.returns.max():g}"]
+    assert make_agent(log, target=float(log.returns.mean()))[0].notes == []

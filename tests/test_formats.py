@@ -202,9 +202,10 @@ def test_d4rl_v2_with_infos_and_metadata(tmp_path):
 
 
 def test_antmaze_and_adroit_names_are_not_mujoco_ones(tmp_path):
-    for name in ("antmaze-umaze-v0.hdf5", "pen-human-v1.hdf5", "ant_colony.hdf5"):
+    known = {"antmaze-umaze-v0.hdf5": "d4rl/antmaze-umaze", "Ant_maze_big-maze_noisy_x.hdf5": "d4rl/antmaze-medium"}
+    for name in (*known, "pen-human-v1.hdf5", "ant_colony.hdf5"):
         e = load(write_h5(tmp_path / name, without(columns(), "next_observations") | {"infos/goal": np.zeros((6, 2))}))
-        assert e.env_id is None and e.extras["infos/goal"].shape == (6, 2) and not e.final_known.any()
+        assert e.env_id == known.get(name) and e.extras["infos/goal"].shape == (6, 2) and not e.final_known.any()
 
 
 def test_what_we_write_is_plain_d4rl(tmp_path):

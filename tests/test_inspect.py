@@ -165,6 +165,22 @@ def test_statistics_do_not_depend_on_the_piece_size(monkeypatch):
     assert found.nan.tolist() == [0, 1, 0]
 
 
+def test_statistics_of_frames_are_exact_on_any_number_of_cores(monkeypatch):
+    x = np.random.default_rng(0).integers(0, 256, (700, 3, 5), np.uint8)
+    x[:300, 0, 0], x[:, 2, 4] = 255, 87
+    monkeypatch.setattr(columns, "PIECE", 15 * 256)  # as many rows as float32 can sum
+    found = []
+    for cores in (1, 3):
+        monkeypatch.setattr(columns.os, "cpu_count", lambda cores=cores: cores)
+        found.append(columns.column_statistics(x))
+    flat = x.reshape(700, 15)
+    np.testing.assert_allclose(found[0].mean, flat.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(found[0].std, flat.std(0), rtol=1e-12)
+    assert (found[0].low == flat.min(0)).all() and (found[0].high == flat.max(0)).all()
+    assert found[0].std[-1] == 0 and (found[0].finite == 700).all()
+    assert (found[0].squares == found[1].squares).all() and (found[0].mean == found[1].mean).all()
+
+
 def test_large_data_stays_on_disk(tmp_path, monkeypatch):
     rows = 4000
     file = np.lib.format.open_memmap(tmp_path / "frames.npy", "w+", np.uint8, (rows, 64, 64))  # 16 MiB
@@ -179,7 +195,7 @@ def test_large_data_stays_on_disk(tmp_path, monkeypatch):
     found = summarize(data)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 4 * 2**20
+    assert peak < 8 * 2**20  # every core holds a piece
     assert found["observation"]["columns"] == [] and found["observation"]["constant"] == 32 * 64
 
 

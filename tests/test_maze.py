@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import tempfile
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ import gymnasium
 
 from replaylab import envs, load
 from replaylab.collect.maze import collect_maze, drive, evaluation_pairs, make_trips
+from replaylab.envs.antmaze import AntMazeVectorEnv, place
 from replaylab.envs.maze import MAZES, Layout, MazeEnv, load_model
 from replaylab.errors import UsageError
 
 STYLES = ("play", "diverse")
+RECORDED = json.loads((Path(__file__).parent / "antmaze_transitions.json").read_text())["rows"]  # D4RL's own
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +171,70 @@ def test_wrong_names_are_answered():
         envs.make("pointmaze-larg")
     with pytest.raises(UsageError, match=r"not goal=\(0, 0\)"):
         envs.make("pointmaze-umaze").reset(options={"goal": (0, 0)})
+
+
+# --- D4RL's AntMaze
+
+
+def one_step_errors(env):
+    env.reset(seed=0)
+    errors = []
+    for row in RECORDED:
+        state = np.array(row["observation"])
+        env.unwrapped.set_state(state[:15], state[15:])
+        observation = env.unwrapped.step(np.array(row["action"], np.float32))[0]
+        errors.append(np.abs(observation - row["next_observation"]).max())
+    return np.array(errors)
+
+
+def test_an_ant_moves_as_in_d4rl():
+    assert one_step_errors(envs.make("d4rl/antmaze-umaze")).max() < 1e-5
+    assert one_step_errors(envs.make("antmaze-umaze")).min() > 1e-2  # Gymnasium-Robotics' ant is another one
+    assert envs.canonical("antmaze-umaze") == "antmaze-umaze"
+
+
+def test_the_walls_are_where_d4rl_has_them():
+    """The last four rows touch one; another maze has walls elsewhere."""
+    other = one_step_errors(envs.make("d4rl/antmaze-large"))
+    assert other[:2].max() < 1e-5 and other[2:].max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["umaze-v0", "umaze-diverse-v2", "medium-play-v2", "large-diverse-v2"])
+def test_start_goal_and_limit_are_d4rls(name):
+    env, maze = envs.make(f"antmaze-{name}"), name.split("-")[0]
+    assert env.spec.id == f"d4rl/antmaze-{maze}" and env.observation_space.shape == (29,)
+    assert env.spec.max_episode_steps == (700 if maze == "umaze" else 1000)
+    goals = []
+    for seed in range(30):
+        first, _ = env.reset(seed=seed)
+        assert np.abs(first[:2]).max() <= 0.1
+        goals.append(env.unwrapped.goal)
+    away = np.array(goals) - {"umaze": (0, 8), "medium": (20, 20), "large": (32, 24)}[maze]
+    assert away.min() >= 0 and away.max() <= 1.5 and away.std() > 0.1  # drawn at every reset
+    np.testing.assert_array_equal(place(env.unwrapped.layout.goal), np.array(goals[0]) - away[0])
+
+
+def test_many_ants_are_one_ant_to_the_bit():
+    many, one = envs.make_vec("d4rl/antmaze-umaze", 3), envs.make("d4rl/antmaze-umaze")
+    observations, first = many.reset(seed=5)[0], one.reset(seed=6)[0]
+    np.testing.assert_array_equal(observations[1], first)
+    for action in np.random.default_rng(0).uniform(-1.2, 1.2, (30, 8)):
+        observations = many.step(np.tile(action, (3, 1)))[0]
+        np.testing.assert_array_equal(observations[1], one.step(action)[0])
+    goals = many.goals if isinstance(many, AntMazeVectorEnv) else [e.unwrapped.goal for e in many.envs]
+    np.testing.assert_array_equal(goals[1], one.unwrapped.goal)
+    assert pickle.loads(pickle.dumps(one.unwrapped)).maze == "umaze"
+
+
+def test_an_ant_at_the_goal_is_paid_once_and_the_limit_ends_the_rest():
+    pytest.importorskip("mujoco.batch")
+    many = envs.make_vec("d4rl/antmaze-umaze", 2)
+    many.reset(seed=0)
+    many.qpos[1, :2] = many.goals[1] + [0.3, 0.0]
+    steps = [many.step(np.zeros((2, 8))) for _ in range(700)]
+    assert steps[0][1].tolist() == [0, 1] and steps[0][2].tolist() == [False, True]
+    assert sum(s[1].sum() for s in steps) == 1
+    assert [bool(s[3][0]) for s in steps] == [False] * 699 + [True]
 
 
 # --- data

@@ -1,8 +1,11 @@
 """MBARC: the replay, the dream, the counts of the loop, and whole tiny runs."""
 
 import json
+import re
 import signal
+from dataclasses import fields
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +25,7 @@ from replaylab.models.world import Prediction
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
 from replaylab.tensors import load_tensors
+from replaylab.train import Options
 
 CPU = torch.device("cpu")
 TINY = {
@@ -261,6 +265,9 @@ def test_wrong_settings_are_told_in_one_line():
         make_agent(seeds=(0, 1))
     with pytest.raises(UsageError, match="56 real steps are planned, the budget is 50"):
         make_agent(budget=50)
+    for name in ("epochs", "games", "world_steps", "world_batch", "rollout", "near", "agents", "ppo_minibatch"):
+        with pytest.raises(UsageError, match=f"{name} must be at least 1, not 0"):
+            make_agent(**{name: 0})
     with pytest.raises(UsageError, match="multiple of games"):
         make_agent(collect_steps=15)
     with pytest.raises(UsageError, match="did you mean 'freeway'"):
@@ -268,6 +275,18 @@ def test_wrong_settings_are_told_in_one_line():
     with pytest.raises(UsageError, match="atari/GAME"):
         mbarc.environment("d4rl/hopper")
     assert mbarc.environment("atari/BankHeist,pool=max") == "atari-rgb/bank_heist,pool=max"
+
+
+def test_the_originals_44_flags_have_an_equivalent():
+    """The table of docs/mbarc.md: complete, and what it names here is an option."""
+    page = (Path(__file__).parent.parent / "docs" / "mbarc.md").read_text().partition("## Coming from")[2]
+    table, _, named = page.partition("What was written into the code")
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `--")]
+    theirs = [re.findall(r"`(--[\w-]+)", left)[0] for left, _ in rows]
+    assert len(theirs) == len(set(theirs)) == 44
+    known = {f.name for cls in (Options, mbarc.Config) for f in fields(cls)} | {"out", "resume", "env"}
+    ours = re.findall(r"`--([\w-]+)", " ".join(right for _, right in rows) + named)
+    assert {name.replace("-", "_") for name in ours} - known == {"stack_internal_states"}  # the original's own
 
 
 def test_out_of_memory_names_the_setting(monkeypatch):

@@ -3,8 +3,10 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -120,6 +122,20 @@ def test_what_cannot_be_played_is_told(run, server, tmp_path):
     write_yaml(other / "config.yaml", read_yaml(other / "config.yaml") | {"system": "bc"})
     with pytest.raises(UsageError, match="no world to play in"):
         Dreamer(other, "cpu")
+
+
+def test_without_a_terminal_the_address_is_told_at_once(run):
+    command = [sys.executable, "-m", "replaylab", "play", str(run), "--device", "cpu"]
+    plain = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=plain)
+    try:
+        ready, _, _ = select.select([process.stdout], [], [], 60)
+        assert ready, "nothing was printed"
+        address = process.stdout.readline().split()[2]
+        assert b"<canvas" in urllib.request.urlopen(address, timeout=20).read()
+    finally:
+        process.terminate()
+        process.wait(20)
 
 
 # --- a real browser, spoken to through pipes

@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import make_episodes
 
+from replaylab.data import sample
 from replaylab.data.episodes import from_rows
 from replaylab.data.sample import Store, Transitions, Windows, draw
 from replaylab.errors import DataError
@@ -17,6 +18,16 @@ def test_a_row_is_followed_by_its_own_successor(episodes, resident):
     np.testing.assert_allclose(batch["next_observations"][0, :, 0], batch["observations"][0, :, 0] + 1)
     np.testing.assert_array_equal(batch["terminated"][0].numpy() > 0, episodes.terminated)
     np.testing.assert_array_equal(batch["next_observations"][0].numpy(), episodes.next_observations())
+
+
+@pytest.mark.parametrize("piece", [1, 40, 100])
+def test_the_log_reaches_the_device_in_pieces(monkeypatch, piece):
+    log = make_episodes(lengths=(1, 4, 1, 2))
+    monkeypatch.setattr(sample, "PIECE", piece)  # bytes: one row, or a few
+    store = Store(log, "cpu", resident=True)
+    rows = torch.arange(len(log))
+    np.testing.assert_array_equal(store.observations(rows), log.observations)
+    np.testing.assert_array_equal(store.next_observations(rows), log.next_observations())
 
 
 def test_rows_without_a_known_successor_are_never_drawn():

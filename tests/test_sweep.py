@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from replaylab.algos import SYSTEMS
 from replaylab.errors import UsageError
 from replaylab.run import RunFolder
 from replaylab.sweep import local, read_plan, run
-from replaylab.sweep.estimate import Watch, configured, estimate
+from replaylab.sweep.estimate import DEBUG_SECONDS, UPDATE_MS, Watch, configured, estimate, finished_before
 from replaylab.sweep.plan import Plan
 from replaylab.sweep.queue import Queue
 
@@ -156,22 +158,92 @@ def test_the_shipped_files_are_valid(place):
     assert all(len(c.seeds) == (5 if c.system in small else 3) for c in locomotion.cells)
 
 
+def test_the_documented_files_are_valid(place):
+    def documented(page):
+        text = (Path(__file__).parent.parent / "docs" / page).read_text()
+        (place / "documented.yaml").write_text(re.findall(r"```yaml\n(.*?)```", text, re.S)[0])
+        return read_plan(place / "documented.yaml")
+
+    for name in ("hopper-medium", "hopper-expert"):
+        replaylab.save(make_episodes(), place / "data" / name, format="native")
+    plan = documented("sweep.md")
+    assert len(plan.cells) == 2 * (1 + 2 + 1 + 1) + 5 and (plan.budget, plan.per_device) == (60, 2)
+    assert [c.settings["strategy"] for c in documented("mbarc.md").cells] == ["mbarc"] * 3 + ["online"] * 3
+
+
 def test_dry_run_shows_cells_and_time_and_does_nothing(place, capsys):
     path = write(place)
     run(path, dry_run=True)
     shown = capsys.readouterr().out
-    assert "bc-one  2 seeds   new" in shown and "2 cells, 2 to do" in shown and "a table" in shown
+    assert "bc-one  2 seeds   new" in shown and "2 cells, 2 to do" in shown and "as measured" in shown
+    run(path, dry_run=True, per_device=2)
+    assert "with 2 processes" in capsys.readouterr().out
     assert not (place / "sweeps").exists()
 
 
 def test_time_is_guessed_from_earlier_runs_else_from_a_table(place):
     cell = read_plan(write(place)).cells[0]
-    assert estimate(cell, [], False)[0] == pytest.approx(20 * 3.0 / 1e3)
+    core, gpu = UPDATE_MS["bc"]["steps"]
+    assert estimate(cell, [], False)[0] == pytest.approx(2 * 20 * core / 1e3)  # two seeds, one core
+    assert estimate(cell, [], True)[0] == pytest.approx(20 * gpu / 1e3)  # they share a GPU
     other = {"system": "bc", "steps": 10, "seconds": 4.0, "data": ["x"], "seeds": [0, 1]}
-    assert estimate(cell, [other, other | {"system": "dt", "seconds": 99.0}], False)[0] == 8.0
+    assert estimate(cell, [other, other | {"system": "dt", "seconds": 99.0}], False)[0] == pytest.approx(8.0)
+    assert estimate(cell, [other, other | {"preset": "debug", "seconds": 99.0}], False)[0] == pytest.approx(8.0)
     same = other | configured(cell) | {"data": ["one.npz"], "seconds": 3.0}
     assert estimate(cell, [other, same], False) == (3.0, "the same run before")
     assert estimate(cell, [other, same | {"lr": 1.0}], False)[0] == pytest.approx(8.0)  # another setting
+
+
+def test_every_system_has_a_time_and_what_is_not_known_is_said(place):
+    """Every kind of update that a system's settings count has its price."""
+    assert set(UPDATE_MS) == set(DEBUG_SECONDS) == set(SYSTEMS)
+    smoke = read_plan(Path(__file__).parent.parent / "benchmarks" / "smoke.yaml").cells
+    for cell in smoke:
+        assert estimate(cell, [], False)[0] == pytest.approx(DEBUG_SECONDS[cell.system])
+        whole = replace(cell, preset=None)
+        assert estimate(whole, [], False)[0] > 100 * DEBUG_SECONDS[cell.system]
+    mbarc = replace(smoke[-1], preset="paper")
+    prices = UPDATE_MS["mbarc"]
+    wanted = 255_000 * prices["world"][0] + 22_500 * prices["reward"][0] + 19_000 * prices["policy"][0]
+    assert estimate(mbarc, [], False)[0] == pytest.approx(wanted / 1e3)
+    dice = [replace(smoke[-2], preset=None, settings=s) for s in ({}, {"solver_steps": 99}, {"critic_steps": 1})]
+    usual, acting, short = (estimate(cell, [], False)[0] for cell in dice)
+    assert acting == usual  # steps of the solver are no updates
+    assert usual - short == pytest.approx(2 * 299_999 * UPDATE_MS["diffusion-dice"]["critic_steps"][0] / 1e3)
+    unknown = replace(smoke[-1], preset=None)
+    assert estimate(unknown, [], True) == (None, "mbarc was not timed on a GPU yet")
+    earlier = configured(unknown) | {"system": "mbarc", "seconds": 900.0, "data": [], "seeds": [0]}
+    assert estimate(unknown, [earlier], True)[0] == 900.0
+    half = earlier | {"ppo_updates": 0, "reward_steps": 1, "seconds": 100.0}  # still compared by the work in them
+    assert estimate(unknown, [half], True)[0] > 400
+
+
+def test_an_unknown_time_is_learnt_from_the_first_cell(place, capsys, monkeypatch):
+    plan = read_plan(write(place))
+    queue = Queue(place / "sweeps" / "tiny")
+    queue.write(plan)
+    first, second = plan.cells
+    watch = Watch("tiny", queue, plan.cells, {first.name: None, second.name: None}, 1)
+    assert "about 0.0s and 2 cells of unknown length left" in watch._line()
+    queue.record(first, "finished", seconds=7.0)
+    watch.show([second])
+    assert watch.seconds[second.name] == 7.0 and "about 7.0s left" in watch._line()
+
+
+def test_earlier_runs_are_those_of_the_same_kind_of_device(place):
+    results = place / "results"
+    results.mkdir()
+    kept = {"format": "replaylab-result-1", "system": "bc", "preset": None, "settings": {"steps": 40}, "seeds": [0, 1]}
+    kept |= {"env": None, "data": {"paths": ["x.npz"]}, "seconds": 12.0, "status": "finished"}
+    for name, device in (("a", "cpu"), ("b", "NVIDIA H200")):
+        (results / f"{name}.json").write_text(json.dumps(kept | {"machine": {"device": device}}))
+    (results / "bench.json").write_text('[{"machine": 3}]')
+    (results / "broken.json").write_text("{")
+    replaylab.train("bc", "one.npz", out=place / "sweeps/other/run", **TINY)
+    cpu, gpu = (finished_before(place / "sweeps/tiny", results, cuda) for cuda in (False, True))
+    assert [r["steps"] for r in cpu] == [40, 20] and [r["seconds"] for r in gpu] == [12.0]
+    cell = read_plan(write(place)).cells[0]
+    assert estimate(cell, gpu, True)[0] == pytest.approx(6.0)
 
 
 # --- running
@@ -249,6 +321,21 @@ def test_two_sweeps_at_once_share_the_work(place, forked):
     folder = place / "sweeps" / "tiny"
     cells = read_plan(path).cells
     assert len(cells) == 6 and all(starts(folder, c.name) == ["started", "finished"] for c in cells)
+
+
+def test_several_processes_share_a_device(place, forked):
+    path = write(place, systems=[{"system": "bc", "settings": {"steps": 10**7}}], budget=0.5)
+    folder = place / "sweeps" / "tiny"
+    process = Forked(lambda: run(path, per_device=2))
+    _until(lambda: len(list(folder.glob("*/metrics.jsonl"))) == 2)
+    pids = {json.loads(p.read_text().splitlines()[0])["pid"] for p in (folder / "status").glob("*.jsonl")}
+    process.terminate()
+    process.wait(60)
+    assert len(pids) == 2
+    with pytest.raises(UsageError, match="per_device must be a whole number"):
+        run(path, per_device=0)
+    with pytest.raises(UsageError, match="on Ray cells share a GPU with `gpus`"):
+        run(path, on="ray", per_device=2)
 
 
 def test_the_budget_ends_a_sweep_and_the_next_one_goes_on(place, forked):

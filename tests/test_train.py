@@ -111,6 +111,8 @@ def test_resume_refuses_other_settings_and_fresh_runs_refuse_old_folders(log, tm
     with pytest.raises(UsageError, match="not a run folder"):
         replaylab.train("bc", log, out=tmp_path / "other", overwrite=True, **SMALL)
     assert (tmp_path / "other" / "thesis.tex").read_text() == "dear"
+    with pytest.raises(UsageError, match=f"did you mean '{tmp_path / 'r'}'"):
+        replaylab.evaluate(tmp_path / "rr", "d4rl/hopper")
 
 
 def test_a_wrong_environment_is_told_before_training(log, tmp_path, capsys):
@@ -187,11 +189,28 @@ def test_an_unreadable_checkpoint_falls_back_to_the_one_before(log, tmp_path):
     assert RunFolder(tmp_path / "r").load()[2]["step"] == 100
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run(log, tmp_path, monkeypatch):
+@pytest.mark.parametrize("log_every", [1, 2000])
+def test_a_loss_that_is_not_a_number_stops_the_run(log, tmp_path, monkeypatch, log_every):
     loss = bc.Agent.loss
     monkeypatch.setattr(bc.Agent, "loss", lambda self, batch: loss(self, batch) / (self.done < 100))
-    with pytest.raises(DataError, match=r"loss became (nan|inf) at step 100"):
-        replaylab.train("bc", log, out=tmp_path / "r", **SMALL | {"log_every": 20})
+    settings = SMALL | {"log_every": log_every, "checkpoint_minutes": 0.0}
+    with pytest.raises(DataError, match=r"loss became NaN or infinite at step 100:"):
+        replaylab.train("bc", log, out=tmp_path / "r", **settings)
+    weights, _, state = RunFolder(tmp_path / "r").load()
+    assert state["step"] < 100 and all(w.isfinite().all() for w in weights.values())
+
+
+def test_a_weight_that_is_not_a_number_is_not_saved(log, tmp_path, monkeypatch):
+    def ruin(self, batch):
+        with torch.no_grad():
+            next(self.parameters()).mul_(torch.where(self.done < 100, 1.0, torch.nan))
+        return kept(self, batch) | {"loss": torch.zeros(len(self.seeds))}
+
+    kept = bc.Agent.update
+    monkeypatch.setattr(bc.Agent, "update", ruin)
+    with pytest.raises(DataError, match=r"weight became NaN"):
+        replaylab.train("bc", log, out=tmp_path / "r", **SMALL | {"checkpoint_minutes": 0.0})
+    assert all(w.isfinite().all() for w in RunFolder(tmp_path / "r").weights().values())
 
 
 def test_tensorboard_when_asked(log, tmp_path):

@@ -114,7 +114,7 @@ _PAPER = {
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
-    "antmaze": _PAPER | _MAZE,
+    "antmaze": _PAPER | _MAZE | {"eval_episodes": 50},
     "maze": _MAZE | {"twins": "mean", "ensemble": 10},  # a shorter schedule; with the lesser twin V falls below -100
     "toy": {  # a minute on a CPU
         "behavior_steps": 2000, "critic_steps": 2000, "behavior_batch": 256, "behavior_width": 64, "behavior_lr": 2e-3,
@@ -128,6 +128,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "candidates": 4, "returns_steps": 20, "eval_every": -1, "final_episodes": 2,
     },
 }  # fmt: skip
+
+
+def usual_preset(episodes: Episodes) -> str | None:
+    """The one to take when none is named."""
+    return "toy" if "toy-bandit" in name_of(episodes) else None
 
 
 def usual_guidance(name: str) -> float:
@@ -271,7 +276,6 @@ class Agent(nn.Module):
         rows = Transitions(store, self.seeds, config.batch_size, stream=1)
         critic = Phase("critic", config.critic_steps, rows, self.critic_update)
         if config.stage == "critic":
-            critic.begin = self._load_behavior
             found = [critic]
         elif config.schedule == "in-turn":
             behavior.evaluates = False
@@ -279,7 +283,10 @@ class Agent(nn.Module):
         else:
             found = self._together(behavior, critic)
         found[-1].finish = self.findings
-        return [*self._returns(episodes, store), *found]
+        found = [*self._returns(episodes, store), *found]
+        if config.stage == "critic":
+            found[0].begin = self._load_behavior
+        return found
 
     def _returns(self, episodes: Episodes, store: Store) -> list[Phase]:
         """Learn b(s), the data's own discounted return, and put  r + gamma b(s') - b(s)  in the place of r: a potential

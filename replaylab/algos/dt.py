@@ -81,6 +81,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 ACTING = ("temperature", "top_k")
 
+
+def usual_preset(episodes: Episodes) -> str | None:
+    """The one to take when none is named."""
+    if episodes.observations.ndim == 2:
+        return None
+    return "pong" if (episodes.env_id or "").lower().startswith("atari/pong") else "atari"
+
+
 # family -> divisor of returns, and the return to ask for. Gym: the original; Atari: its paper, in clipped rewards (its
 # code asks for 14,000 and 1,150 of Qbert and Seaquest); the others: CORL.
 TARGETS: dict[str, tuple[float, float]] = {
@@ -93,7 +101,7 @@ TARGETS: dict[str, tuple[float, float]] = {
 
 def scale_and_target(env_id: str | None, returns: np.ndarray) -> tuple[float, float]:
     """From the table; what it does not know comes from the data."""
-    words = [w.removeprefix("adroithand") for w in re.split(r"[/_:-]", (env_id or "").lower())]
+    words = [w.removeprefix("adroithand") for w in re.split(r"[/_:,-]", (env_id or "").lower())]
     for word in words:
         if word in TARGETS:
             return TARGETS[word]
@@ -201,6 +209,7 @@ class Agent(nn.Module):
             config.ahead > 0,
         )  # fmt: skip
         self.stack = spaces.frame_stack
+        self.notes: list[str] = []
         self.normalizer = Normalizer([1] if self.pixels else seen)
         self.model = DecisionTransformer(generators(seeds), self.shape)
         if not self.discrete:
@@ -240,7 +249,10 @@ class Agent(nn.Module):
         self.rtg_scale.fill_(config.rtg_scale or scale)
         self.target.fill_(target if config.target is None else config.target)
         self.clipped.fill_(bool(episodes.meta.get("reward_clipping")))
-        self.returns_range.copy_(torch.tensor([episodes.returns.min(), episodes.returns.max()]))
+        low, high = float(episodes.returns.min()), float(episodes.returns.max())
+        self.returns_range.copy_(torch.tensor([low, high]))
+        if config.condition == "return" and not low <= float(self.target) <= high:
+            self.notes.append(f"asks for a return of {float(self.target):g}; the data has {low:g} to {high:g}")
         episodes = delayed(episodes) if config.mode == "delayed" else episodes
         store = Store(episodes.top_fraction(config.top_fraction), self.device)
         windows = Windows(store, self.seeds, config.batch_size, config.context, stack=self.stack)

@@ -125,6 +125,8 @@ def tuned(episodes: Episodes) -> tuple[tuple[float, float, int], str]:
     told = " ".join(str(episodes.meta.get(key) or "") for key in ("level", "dataset_id", "source")).lower()
     found = re.search(r"medium[-_](replay|expert)", told)
     level = found[0].replace("_", "-") if found else "medium"
+    if not found and "medium" in told and "expert" in told:  # two sets, joined
+        level = "medium-expert"
     if name and (name, level) in TUNED:
         return TUNED[name, level], f"the table's for {name} {level}"
     spread = float(np.std(episodes.rewards)) or 1.0
@@ -417,6 +419,9 @@ def _check(config: Config, spaces: Spaces) -> None:
         )
     if config.penalty == "none" and config.density_model is not None:
         raise UsageError("a density without a penalty does nothing: pass --penalty tanh, or leave out --density-model")
+    for name in ("penalty_coef", "uncertainty_coef"):
+        if not 0 <= (getattr(config, name) or 0.0) < math.inf:
+            raise UsageError(f"{name} must be a number from 0 on, not {getattr(config, name)}")
     if not 1 <= config.elites <= config.members:
         raise UsageError(f"elites must be from 1 to members ({config.members}), not {config.elites}")
     if not 0 <= config.real_ratio <= 1:

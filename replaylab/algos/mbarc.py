@@ -95,7 +95,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "small": {
         "epochs": 5, "random_steps": 3200, "collect_steps": 3200, "hidden": 32, "world_steps": 1000, "world_first": 2,
         "sampling_decay": 1000, "reward_steps": 300, "agents": 32, "from_start": 2, "ppo_updates": 60,
-        "doubled": [], "tripled": [4], "eval_every": -1, "final_episodes": 10,
+        "doubled": [], "tripled": [4], "eval_every": -1, "final_episodes": 30,
     },
     "debug": {
         "epochs": 2, "random_steps": 128, "collect_steps": 64, "games": 2, "hidden": 8, "compress": 3, "double": 1,
@@ -428,6 +428,11 @@ class Agent(nn.Module):
 
 
 def _check(config: Config) -> None:
+    """What would otherwise fail only hours later."""
+    for name in ("epochs", "games", "world_steps", "world_first", "world_batch", "rollout", "reward_batch", "near",
+                 "agents", "ppo_epochs", "ppo_minibatch"):  # fmt: skip
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} must be at least 1, not {getattr(config, name)}")
     wanted = counters(config)["real_steps"]
     if wanted > config.budget:
         raise UsageError(

@@ -13,6 +13,7 @@ from replaylab.algos import SYSTEMS, system
 from replaylab.cli.parser import Parser, add_verb, assignments, data_options, read_options
 from replaylab.config import add_arguments, add_sweep_arguments
 from replaylab.data.read import TOYS
+from replaylab.errors import UsageError
 from replaylab.evaluate import pick_device
 from replaylab.run import RunFolder
 
@@ -62,6 +63,7 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
     verb.add_argument("--on", choices=["local", "ray"], default="local", help="this machine, or a Ray cluster")
     verb.add_argument("--address", help="of the Ray cluster; auto: the one this machine belongs to")
     verb.add_argument("--devices", nargs="+", metavar="DEVICE", help="default: every GPU, else the CPU")
+    verb.add_argument("--per-device", type=int, metavar="N", help="processes that share a device (default: the file's)")
     verb.add_argument("--gpus", type=float, metavar="SHARE", help="of a GPU a cell, on Ray")
     verb.add_argument("--data", choices=["path", "store"], help="on Ray: read by path, or once into its object store")
 
@@ -96,9 +98,7 @@ def _build_train(verbs: Any, words: Sequence[str]) -> None:
         parser = add_verb(systems, name, (module.__doc__ or name).splitlines()[0].rstrip("."), _train)
         parser.set_defaults(system=name)
         if not getattr(module, "ONLINE", False):
-            parser.add_argument(
-                "--data", nargs="+", required=True, metavar="X", help="files or folders; several are joined"
-            )
+            parser.add_argument("--data", nargs="+", metavar="X", help="files or folders; several are joined")
             data_options(parser)
         parser.add_argument("--out", metavar="D", help="run folder (default: runs/SYSTEM-DATA)")
         parser.add_argument("--preset", help=f"named settings: {', '.join(module.PRESETS)}")
@@ -107,6 +107,9 @@ def _build_train(verbs: Any, words: Sequence[str]) -> None:
         parser.add_argument("--overwrite", action="store_true", help="start anew in a folder that holds a run")
         add_arguments(parser, module.Config)
         add_arguments(parser, Options)
+        parser.add_argument(
+            "--seed", dest="seeds", type=int, nargs=1, default=argparse.SUPPRESS, help="the same for one"
+        )
 
 
 def _build_density(verbs: Any) -> None:
@@ -155,8 +158,8 @@ def _train(args: argparse.Namespace) -> None:
         data_options=read_options(args),
         **settings,
     )
-    device, env = (RunFolder(path).config()[key] for key in ("device", "env"))
-    if env is None and set(args.data) - set(TOYS) and getattr(args, "preset", None) != "debug":
+    device, env, data = (RunFolder(path).config()[key] for key in ("device", "env", "data"))
+    if env is None and set(data) - set(TOYS) and getattr(args, "preset", None) != "debug":
         from replaylab.offpolicy import assess, summary
 
         print("\n".join(summary(assess(path, quick=pick_device(device).type == "cpu", device=device))))
@@ -205,6 +208,8 @@ def _eval(args: argparse.Namespace) -> None:
     from replaylab.evaluate import SEED, evaluate, summary
 
     noise = None
+    if hasattr(args, "noise_rate") and not (hasattr(args, "noise_action") or hasattr(args, "noise_transition")):
+        raise UsageError("--noise-rate needs --noise-action or --noise-transition")
     if hasattr(args, "noise_action") or hasattr(args, "noise_transition"):
         from replaylab.envs.noise import Noise
 
@@ -253,7 +258,8 @@ def _sweep(args: argparse.Namespace) -> None:
     from replaylab.errors import ReplaylabError
     from replaylab.sweep import run
 
-    given = {k: getattr(args, k) for k in ("out", "address", "devices", "gpus", "data") if hasattr(args, k)}
+    names = ("out", "address", "devices", "per_device", "gpus", "data")
+    given = {k: getattr(args, k) for k in names if hasattr(args, k)}
     found = run(args.file, dry_run=hasattr(args, "dry_run"), on=args.on, **given)
     if found.failed and not hasattr(args, "dry_run"):
         raise ReplaylabError(f"{len(found.failed)} of {found.cells} cells failed: {', '.join(found.failed)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import platform
 import shutil
@@ -17,9 +18,10 @@ import torch
 import replaylab
 from replaylab.config import resolve
 from replaylab.data.episodes import Episodes, concatenate
-from replaylab.data.write import save
-from replaylab.errors import DataError, UsageError, nearest
+from replaylab.data.write import check_target, save
+from replaylab.errors import DataError, UsageError
 
+SHORT = {"swimmer": "Swimmer-v5", "pendulum": "Pendulum-v1"}
 LEVELS = ("random", "medium", "medium-replay", "full-replay", "expert", "medium-expert", "mixed")
 
 
@@ -41,7 +43,11 @@ def collect(
     The same command run again after a kill goes on with the last whole chapter of training.
     """
     out = Path(out)
+    if steps is not None and steps < 1:
+        raise UsageError(f"steps must be at least 1, not {steps}")
     if env.startswith("atari/"):
+        if format not in (None, "dqn-replay") or compact:
+            raise UsageError(f"{env}: Atari data is written as DQN-replay logs: leave --to and --compact out")
         from replaylab.collect.atari import collect_atari
 
         if level not in (None, "replay"):
@@ -52,14 +58,17 @@ def collect(
 
         if level is not None:
             raise UsageError(f"{env}: mazes have no levels; choose --style play or diverse")
-        return collect_maze(env, steps or 300_000, out, seed=seed, overwrite=overwrite, **settings)
-    if env.startswith("antmaze"):
+        settings |= {"overwrite": overwrite, "format": format, "compact": compact}
+        return collect_maze(env, steps or 300_000, out, seed=seed, **settings)
+    if "antmaze" in env:
         raise UsageError(
             f"{env}: no ant that reaches goals ships with replaylab, so there is no AntMaze data to collect"
         )
     level = level or "medium"
     if level != "all" and level not in LEVELS:
-        raise UsageError(f"unknown level '{level}'{nearest(level, ['all', *LEVELS])}")
+        close = difflib.get_close_matches(level, LEVELS, n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        raise UsageError(f"unknown level '{level}'; {hint}known: {', '.join(LEVELS)}, and all: all but the last")
     return _collect_levels(env, out, level, steps or 1_000_000, seed, device, overwrite, format, compact, settings)
 
 
@@ -80,7 +89,7 @@ def _collect_levels(
     from replaylab.envs import canonical
     from replaylab.evaluate import pick_device
 
-    env = canonical(env)
+    env = SHORT.get(env.lower(), canonical(env))
     (config,) = resolve([Config], [("settings", settings)])
     names = LEVELS[:-1] if level == "all" else (level,)
     targets = {name: out / name if level == "all" else out for name in names}
@@ -92,6 +101,7 @@ def _collect_levels(
             targets.pop(name)  # written before the command was cut short
         elif path.exists() and not overwrite:
             raise UsageError(f"{path} exists: pass --overwrite or another --out")
+        check_target(path, format, overwrite=True)  # before the training, not after it
     online = Online(env, config, seed, pick_device(device), training)
     (training / "asked.json").write_text(json.dumps(asked))
     if names != ("random",):
@@ -103,6 +113,8 @@ def _collect_levels(
         save_what_fits(rounded(episodes) if compact else episodes, path, overwrite=overwrite, format=format)
         score = f"return {episodes.returns.mean():.0f} +- {episodes.returns.std():.0f}"
         print(f"wrote {path}: {len(episodes)} steps, {episodes.num_episodes} episodes, {score}", file=sys.stderr)
+        for note in episodes.meta["notes"]:
+            print(f"note: {note}", file=sys.stderr)
     online.forget()
     return out
 
@@ -153,19 +165,23 @@ def recipe(config: Any, seed: int) -> dict[str, Any]:
 
 def save_what_fits(episodes: Episodes, path: Path, *, overwrite: bool, format: str | None = None) -> Path:
     """Save; on a full disk save as many whole episodes as fit, then say so."""
-    keep = episodes.num_episodes
-    while True:
+    try:
+        return save(episodes, path, format=format, overwrite=overwrite)
+    except DataError as error:
+        folder = next(f for f in path.absolute().parents if f.exists())
+        share = 0.98 * shutil.disk_usage(folder).free / episodes.nbytes
+        if share > 2:  # it was not the space
+            raise
+        problem = error
+    while (keep := int(np.searchsorted(episodes.offsets, min(share, 1) * len(episodes), "right")) - 1) > 0:
         try:
-            part = episodes if keep == episodes.num_episodes else episodes.select(range(keep))
-            save(part, path, format=format, overwrite=overwrite)
+            save(episodes.select(range(keep)), path, format=format, overwrite=overwrite)
         except DataError:
-            if keep == 1 or shutil.disk_usage(path.parent).free > 2 * episodes.nbytes:  # it was not the space
-                raise
-            keep //= 2
+            share = 0.9 * min(share, 1)
             continue
-        if keep < episodes.num_episodes:
-            raise DataError(f"{path}: the disk is full; kept the first {keep} of {episodes.num_episodes} episodes")
-        return path
+        kept = f"kept the first {keep} of {episodes.num_episodes} episodes"
+        raise DataError(f"{path}: the disk is full; {kept}. For all, make room, remove it and run the command again")
+    raise problem
 
 
 __all__ = ["LEVELS", "collect", "concatenate", "recipe", "save_what_fits"]

@@ -152,6 +152,7 @@ class Collector:
             if self.chapter * self.per_chapter < self.total:
                 self._save()
         self.bar.close()
+        self._write_recipe([])  # whatever becomes of the evaluation
         self._write_recipe(self._evaluate())
 
     def _play(self) -> None:

@@ -1,7 +1,7 @@
 """The levels of a benchmark dataset, as D4RL defines them, from one SAC training.
 
 random          the untrained policy
-medium          the policy when its return first reached a third of the expert's
+medium          the policy when its return first came a third of the way from the untrained one's to the expert's
 medium-replay   everything SAC saw up to there
 full-replay     everything SAC saw
 expert          the finished policy
@@ -11,6 +11,7 @@ mixed           a fifth random, two fifths medium, two fifths expert: a small se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,53 +32,71 @@ ROLL_ENVS = 64
 def make_level(online: Online, level: str, steps: int, seed: int) -> Episodes:
     if level == "random":
         return _label(roll(online, online.untrained, steps, seed, level), level, {})
-    candidate, medium, expert = choose(online)
-    facts = {
+    candidate, medium, expert, low, goal = choose(online)
+    facts: dict[str, Any] = {
         "candidate": candidate,
-        "medium": {"step": online.curve[medium]["step"], "return": online.curve[medium]["returns"][candidate]},
-        "expert": {"step": online.curve[expert]["step"], "return": online.curve[expert]["returns"][candidate]},
+        "expert": _point(online, expert, candidate),
         "curve": [[entry["step"], round(entry["returns"][candidate], 1)] for entry in online.curve],
         "training_seconds": online.seconds,
     }
-    if level == "medium-replay":
-        return _label(replay(online, candidate, medium + 1), level, facts)
     if level == "full-replay":
         return _label(replay(online, candidate, len(online.curve)), level, facts)
+    if level == "expert":
+        return _label(roll(online, online.actor(expert, candidate), steps, seed, level), level, facts)
+    if medium is None:
+        best, last = max(value for _, value in facts["curve"]), facts["expert"]["return"]
+        what = f"reached {best:.0f}, under the {goal:.0f} that `medium` needs"
+        if best >= goal:
+            what = f"ended at {last:.0f}, no better than the {low:.0f} of the untrained policy"
+        raise DataError(f"SAC in {online.env_id} {what}: train longer (--train-steps) or with more --candidates")
+    facts["medium"] = _point(online, medium, candidate)
+    notes = _too_good(online, facts["medium"]["return"], low, goal)
+    if level == "medium-replay":
+        return _label(replay(online, candidate, medium + 1), level, facts, notes)
     shares: dict[str, list[tuple[int | None, float]]] = {
         "medium": [(medium, 1.0)],
-        "expert": [(expert, 1.0)],
         "medium-expert": [(medium, 0.5), (expert, 0.5)],
+        "mixed": [(None, 0.2), (medium, 0.4), (expert, 0.4)],
     }
-    if level == "mixed":
-        shares[level] = [(None, 0.2), (medium, 0.4), (expert, 0.4)]
     parts = []
     for chapter, share in shares[level]:
         actor = online.untrained if chapter is None else online.actor(chapter, candidate)
         parts.append(roll(online, actor, round(share * steps), seed, level))
-    return _label(concatenate(parts), level, facts)
+    return _label(concatenate(parts), level, facts, notes)
 
 
-def choose(online: Online) -> tuple[int, int, int]:
-    """(candidate, chapter of the medium policy, chapter of the expert): the candidate with the best last return."""
+def choose(online: Online) -> tuple[int, int | None, int, float, float]:
+    """Candidate (the one with the best last return), chapter of the medium policy (None: not reached), chapter of
+    the expert, and the returns of an untrained policy and of a medium one: a third of the way to the expert."""
     returns = np.array([entry["returns"] for entry in online.curve])  # (chapters, candidates)
     candidate = int(returns[-1].argmax())
     curve = returns[:, candidate]
     expert = len(curve) - 1
-    known = scores.reference(online.env_id)
-    low = known[0] if known else float(curve[0])
-    goal = low + ((known[1] if known else float(curve[expert])) - low) / 3
+    low, high = scores.reference(online.env_id) or (online.untrained_return, float(curve[expert]))
+    goal = low + max(0.0, high - low) / 3
     above = np.flatnonzero(curve >= goal)
-    if len(above) == 0:
-        raise DataError(
-            f"SAC reached {curve.max():.0f} in {online.env_id}, under the {goal:.0f} that `medium` needs: "
-            "train longer (--train-steps) or with more --candidates"
-        )
-    return candidate, int(above[0]), expert
+    return candidate, int(above[0]) if len(above) and goal > low else None, expert, low, goal
 
 
-def _label(episodes: Episodes, level: str, facts: dict[str, Any]) -> Episodes:
+def _point(online: Online, chapter: int, candidate: int) -> dict[str, float]:
+    entry = online.curve[chapter]
+    return {"step": entry["step"], "return": entry["returns"][candidate]}
+
+
+def _too_good(online: Online, medium: float, low: float, goal: float) -> list[str]:
+    """A note where learning was so fast that the first policy that was kept is far beyond a third of the way."""
+    way = (medium - low) / (goal - low) / 3
+    if way < 2 / 3:
+        return []
+    return [
+        f"`medium` is {way:.0%} of the way to the expert: a --chapter under {online.config.chapter} finds one before"
+    ]
+
+
+def _label(episodes: Episodes, level: str, facts: dict[str, Any], notes: Sequence[str] = ()) -> Episodes:
     summary = {"mean": float(episodes.returns.mean()), "std": float(episodes.returns.std())}
-    return replace(episodes, meta=episodes.meta | {"level": level, "recipe": facts | {"return": summary}})
+    told = {"level": level, "recipe": facts | {"return": summary}, "notes": [*episodes.meta["notes"], *notes]}
+    return replace(episodes, meta=episodes.meta | told)
 
 
 def _meta(online: Online) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from replaylab import envs
-from replaylab.collect import recipe, save_what_fits
+from replaylab.collect import recipe, rounded, save_what_fits
 from replaylab.data.episodes import Episodes
+from replaylab.data.write import check_target
 from replaylab.envs.maze import MODES, RADIUS, SPREAD, Cell, Layout
 from replaylab.errors import UsageError, nearest
 from replaylab.progress import Progress
@@ -46,13 +47,16 @@ def collect_maze(
     noise: float = 0.5,
     progress: bool = True,
     overwrite: bool = False,
+    format: str | None = None,
+    compact: bool = False,
 ) -> Path:
     """Drive, and write at least `steps` rows in whole episodes to `out`; see `make_trips` for the settings."""
     out = Path(out)
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists: pass --overwrite or another --out")
+    check_target(out, format, overwrite)
     episodes = make_trips(env_id, steps, seed=seed, style=style, noise=noise, progress=progress)
-    save_what_fits(episodes, out, overwrite=overwrite)
+    save_what_fits(rounded(episodes) if compact else episodes, out, overwrite=overwrite, format=format)
     if progress:
         share = f"{episodes.meta['recipe']['success_share']:.1%} reach the goal"
         print(f"wrote {out}: {len(episodes)} steps, {episodes.num_episodes} episodes, {share}", file=sys.stderr)

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,12 @@ class Online:
         self.curve: list[dict[str, Any]] = []  # one entry a chapter: step, seconds, return of each candidate
         self.seconds = 0.0
         self.folder.mkdir(parents=True, exist_ok=True)
+
+    @cached_property
+    def untrained_return(self) -> float:
+        sac = SAC(self.config, self.spaces, [0], torch.device("cpu"))
+        sac.actor.load_state_dict(self.untrained)
+        return float(rollout(sac.act, 1, self.env_id, self.config.eval_episodes)[0].mean())
 
     def _update(self) -> None:
         self.sac.update(self.replay.sample(self.config.batch_size))
@@ -208,7 +215,8 @@ class Online:
             os.replace(self.folder / "curve.part", self.folder / "curve.json")
             (self.folder / f"sac-{chapter - 1}").unlink(missing_ok=True)
         except OSError as error:
-            raise DataError(f"cannot save chapter {chapter} under {self.folder}: {error}") from error
+            again = "make room, and the same command goes on from the chapter before"
+            raise DataError(f"cannot save chapter {chapter} under {self.folder}: {error}; {again}") from error
 
     def _restore(self) -> None:
         path = self.folder / "curve.json"

@@ -23,7 +23,7 @@ import numpy as np
 from replaylab import stats
 from replaylab.algos import system
 from replaylab.compare.gather import NOT_A_SETTING, labels, names_of, read_sweep
-from replaylab.compare.tables import plus_minus, span
+from replaylab.compare.tables import plus_minus, protocol, span, told_as
 from replaylab.config import default_of
 from replaylab.errors import UsageError
 from replaylab.page import duration, number
@@ -166,10 +166,11 @@ def _section(task: str, results: Sequence[dict[str, Any]]) -> str:
         lines += [_row(result, score) for score in result["scores"]]
     kinds = {score["kind"] for r in results for score in r["scores"]}
     for p in published([task]):
-        mean, spread = p.scores[task]
-        if kinds == {p.kind} and p.system in {r["system"] for r in results}:
-            told = number(mean) if spread is None else f"{mean:g} ± {spread:g}"
-            lines.append(f"| *published:* {p.name} | {p.protocol} | {told} | | | | | | |")
+        known = told_as(p, task, *kinds) if len(kinds) == 1 else None
+        if known and p.system in {r["system"] for r in results}:
+            mean, spread = known
+            told = number(mean) if spread is None else f"{mean:.4g} ± {spread:.4g}"
+            lines.append(f"| *published:* {p.name} | {protocol(p, kinds)} | {told} | | | | | | |")
     lines += ["", "```", *dict.fromkeys(str(r["command"]) for r in results), "```"]
     lines += [f"- {r['name']}: {r['note']}" for r in results if r.get("note")]
     return "\n".join(lines) + "\n"

@@ -78,9 +78,17 @@ class Comparison:
         return next((e for e in self.entries if e.row == row and e.task == task), None)
 
     def complete(self) -> tuple[list[str], list[str], list[str]]:
-        """(rows, tasks, rows left out) for aggregates: only normalised scores, only rows that have every task."""
+        """(rows, tasks, rows left out) for aggregates: only normalised scores, only rows that have every task. Where no
+        row has them all, the tasks are those of the row that most others can be held against."""
         tasks = [t for t in self.tasks if all(e.normalized for e in self.entries if e.task == t)]
-        rows = [row for row in self.rows if tasks and all(self.at(row, task) for task in tasks)]
+
+        def with_all(wanted: list[str]) -> list[str]:
+            return [row for row in self.rows if wanted and all(self.at(row, task) for task in wanted)]
+
+        if not with_all(tasks):
+            own = [[t for t in tasks if self.at(row, t)] for row in self.rows]
+            tasks = max(own, key=lambda wanted: len(with_all(wanted)) * len(wanted), default=[])
+        rows = with_all(tasks)
         return rows, tasks, [row for row in self.rows if row not in rows]
 
 
@@ -137,7 +145,8 @@ def names_of(runs: Sequence[Run], cells: dict[str, Cell]) -> dict[Path, tuple[st
 def task_of(run: Run) -> str:
     data = run.config.get("data")
     paths = [text(p) for p in (data if isinstance(data, list) else [data] if data else [])]
-    return "+".join(canonical(dataset_name(p)) for p in paths) or canonical(text(run.config.get("env") or "unknown"))
+    env = text(run.config.get("env") or "unknown").replace("atari-rgb/", "atari/")  # the same game, otherwise shown
+    return "+".join(canonical(dataset_name(p)) for p in paths) or canonical(env)
 
 
 def labels(groups: Sequence[Evaluations]) -> list[str]:

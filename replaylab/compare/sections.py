@@ -11,7 +11,7 @@ import numpy as np
 
 from replaylab import charts, stats
 from replaylab.compare.gather import Comparison, Entry, hours
-from replaylab.compare.tables import amount, neighbours, published_cells, score
+from replaylab.compare.tables import amount, neighbours, protocols, published_cells, score
 from replaylab.page import Html, details, duration, escape, grid, number, table, warning_list
 from replaylab.published import Published
 from replaylab.results import Run, finite, text
@@ -53,7 +53,7 @@ def _scores(found: Comparison) -> Html:
                 f"otherwise the return. Mean ± standard error over seeds (over episodes where there is one seed); "
                 f"{amount(found.entries)}. Small: seeds x episodes a seed."
             ),
-            _protocols(ours),
+            _protocols(found, ours),
             details(
                 "Best checkpoint of each seed (chosen with the evaluations it is judged by: optimistic)",
                 Html(
@@ -63,7 +63,7 @@ def _scores(found: Comparison) -> Html:
             ),
         ]
         if others:
-            more = table(["", *found.tasks], _published(found, others)) + _protocols(others)
+            more = table(["", *found.tasks], _published(found, others)) + _protocols(found, others)
             parts.append(details("What others have published on these tasks", Html(more)))
     parts.append(warning_list([f"{name}: {why}" for name, why in found.unfinished.items()]))
     parts.append(warning_list([f"{run.name}: {line}" for run in found.runs for line in run.notes]))
@@ -93,9 +93,8 @@ def _published(found: Comparison, others: Sequence[Published]) -> list[list[Html
     ]
 
 
-def _protocols(others: Sequence[Published]) -> Html:
-    told = dict.fromkeys(f"Published, {p.source}: {p.protocol}." for p in others)
-    return Html("".join(note(line) for line in told))
+def _protocols(found: Comparison, others: Sequence[Published]) -> Html:
+    return Html("".join(note(f"Published, {line}.") for line in protocols(found, others)))
 
 
 # --- over all tasks
@@ -123,7 +122,8 @@ def _over_all(
     pictures.append(_profiles(scores, told))
     parts = [grid(pictures), _improvement(scores, told)]
     if left_out:
-        parts.insert(0, note(f"Without {', '.join(left_out)}: not evaluated on every task, or not normalised."))
+        where = "every task" if len(tasks) == len(found.tasks) else ", ".join(tasks)
+        parts.insert(0, note(f"Without {', '.join(left_out)}: not evaluated on {where}, or not normalised."))
     return Html("".join(parts))
 
 

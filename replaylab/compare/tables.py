@@ -10,6 +10,7 @@ from typing import Any
 from replaylab.compare.gather import Comparison, Entry, hours
 from replaylab.page import aligned, count, number
 from replaylab.published import Published, canonical, published
+from replaylab.scores import reference
 
 COLUMNS = (
     "row", "system", "task", "env", "score", "mean", "error", "error_is", "iqm", "iqm_low", "iqm_high", "seeds",
@@ -53,15 +54,38 @@ def neighbours(found: Comparison, *, ours: bool) -> list[Published]:
 
 
 def _same(found: Comparison, other: Published, task: str) -> tuple[float, float | None] | None:
-    """Their score on a task, if ours there is of the same kind."""
-    here = [e for e in found.entries if e.task == task]
+    """Their score on a task as ours there is told, if it can be."""
+    kinds = {e.kind for e in found.entries if e.task == task}
+    return told_as(other, task, kinds.pop()) if len(kinds) == 1 else None
+
+
+def told_as(other: Published, task: str, kind: str) -> tuple[float, float | None] | None:
+    """A published score as a return or normalised. Papers on games give returns; we normalise them as we do ours."""
     known = other.scores.get(canonical(task))
-    return known if known and all(e.kind == other.kind for e in here) else None
+    if known is None or other.kind == kind:
+        return known
+    ends = reference(canonical(task)) if kind == "normalised" else None
+    if ends is None:
+        return None
+    low, high = ends
+    mean, spread = known
+    return 100 * (mean - low) / (high - low), None if spread is None else 100 * spread / (high - low)
+
+
+def protocol(other: Published, kinds: Iterable[str]) -> str:
+    """Theirs, and what was done to their numbers."""
+    return other.protocol + (", normalised here" if other.kind == "return" and "normalised" in kinds else "")
+
+
+def protocols(found: Comparison, others: Sequence[Published]) -> list[str]:
+    """A line for each source among them."""
+    told = [(p, {e.kind for e in found.entries if canonical(e.task) in p.scores}) for p in others]
+    return list(dict.fromkeys(f"{p.source}: {protocol(p, kinds)}" for p, kinds in told))
 
 
 def published_cells(found: Comparison, other: Published) -> list[str]:
     scores = [_same(found, other, task) for task in found.tasks]
-    return ["–" if s is None else number(s[0]) if s[1] is None else f"{s[0]:g} ± {s[1]:g}" for s in scores]
+    return ["–" if s is None else number(s[0]) if s[1] is None else f"{s[0]:.4g} ± {s[1]:.4g}" for s in scores]
 
 
 def markdown(found: Comparison) -> str:
@@ -70,10 +94,10 @@ def markdown(found: Comparison) -> str:
     lines += [f"| {row} | {' | '.join(score(found.at(row, t)) for t in tasks)} |" for row in found.rows]
     others = neighbours(found, ours=True) + neighbours(found, ours=False)
     lines += [f"| *published:* {p.name} | {' | '.join(published_cells(found, p))} |" for p in others]
-    lines += ["", f"{_kinds(found)} of the last checkpoint, mean ± standard error; {amount(found.entries)}."]
+    error = "mean ± standard error over seeds (of one seed: over episodes)"
+    lines += ["", f"{_kinds(found)} of the last checkpoint, {error}; {amount(found.entries)}."]
     lines += [f"Not finished: {name} ({why})." for name, why in found.unfinished.items()]
-    protocols = dict.fromkeys((p.source, p.protocol) for p in others)
-    lines += [f"- published, {source}: {protocol}." for source, protocol in protocols]
+    lines += [f"- published, {line}." for line in protocols(found, others)]
     return "\n".join(lines) + "\n"
 
 
@@ -93,8 +117,9 @@ def to_csv(found: Comparison) -> str:
         for task in found.tasks:
             known = _same(found, p, task)
             if known:
-                about = {"row": p.name, "system": p.system, "task": task, "score": p.kind, "published": "yes"}
-                told = {"error_is": "as published", "protocol": p.protocol}
+                kind = next(e.kind for e in found.entries if e.task == task)
+                about = {"row": p.name, "system": p.system, "task": task, "score": kind, "published": "yes"}
+                told = {"error_is": "as published", "protocol": protocol(p, [kind])}
                 writer.writerow(about | told | {"mean": known[0], "error": known[1]})
     return file.getvalue()
 

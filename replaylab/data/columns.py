@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 PIECE = 2**20  # numbers held as float64 at a time
+SPANS = 16  # that are looked at side by side
 
 
 @dataclass
@@ -22,6 +25,17 @@ class Columns:
     squares: np.ndarray  # sum of squared distances from the mean
     low: np.ndarray
     high: np.ndarray
+
+    def join(self, other: Columns) -> None:
+        """Chan's update: stable however far the mean is from zero."""
+        total = np.maximum(self.finite + other.finite, 1)
+        away = other.mean - self.mean
+        self.squares += other.squares + np.square(away) * self.finite * other.finite / total
+        self.mean += away * other.finite / total
+        self.finite += other.finite
+        self.nan += other.nan
+        self.infinite += other.infinite
+        self.low, self.high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
 
     @property
     def std(self) -> np.ndarray:
@@ -52,29 +66,44 @@ def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def column_statistics(array: np.ndarray) -> Columns:
+    """Large arrays are cut into spans for the cores; how they are cut does not depend on how many there are."""
+    count = min(SPANS, array.size // (4 * PIECE) + 1)
+    spans = [array[len(array) * i // count : len(array) * (i + 1) // count] for i in range(count)]
+    with ThreadPoolExecutor(min(count, os.cpu_count() or 1)) as pool:
+        first, *others = pool.map(_span, spans)
+    for other in others:
+        first.join(other)
+    return first
+
+
+def _span(array: np.ndarray) -> Columns:
     width = int(np.prod(array.shape[1:]))
     finite, nan, infinite, mean, squares = np.zeros((5, width))
     c = Columns(finite, nan, infinite, mean, squares, np.full(width, np.inf), np.full(width, -np.inf))
     with np.errstate(over="ignore", invalid="ignore"):  # squares of absurd values may overflow: std is then None
         for part in pieces(array):
-            x = part.astype(np.float64)
-            good: Any = True
-            n: Any = len(x)
-            if part.dtype.kind == "f" and not (good := np.isfinite(x)).all():
-                n = good.sum(0)
-                c.nan += np.isnan(x).sum(0)
-                c.infinite += np.isinf(x).sum(0)
-                x = np.where(good, x, 0)
-            c.low = np.minimum(c.low, x.min(0, where=good, initial=np.inf))
-            c.high = np.maximum(c.high, x.max(0, where=good, initial=-np.inf))
-            mean = x.sum(0) / np.maximum(n, 1)
-            x -= mean
-            squares = np.square(x, out=x).sum(0, where=good)
-            total = np.maximum(c.finite + n, 1)  # Chan's update: stable however far the mean is from zero
-            c.squares += squares + np.square(mean - c.mean) * c.finite * n / total
-            c.mean += (mean - c.mean) * n / total
-            c.finite += n
+            c.join(_bytes(part) if part.dtype == np.uint8 and len(part) <= 256 else _numbers(part))
     return c
+
+
+def _numbers(part: np.ndarray) -> Columns:
+    x, nothing = part.astype(np.float64), np.zeros(part.shape[1])
+    n, nan, infinite, good = nothing + len(x), nothing, nothing, np.array(True)
+    if part.dtype.kind == "f" and not (good := np.isfinite(x)).all():
+        n, nan, infinite = good.sum(0), np.isnan(x).sum(0), np.isinf(x).sum(0)
+        x = np.where(good, x, 0)
+    low, high = x.min(0, where=good, initial=np.inf), x.max(0, where=good, initial=-np.inf)
+    mean = x.sum(0) / np.maximum(n, 1)
+    x -= mean
+    return Columns(n, nan, infinite, mean, np.square(x, out=x).sum(0, where=good), low, high)
+
+
+def _bytes(part: np.ndarray) -> Columns:
+    """Frames: sums of at most 256 squares of bytes are exact in float32, which is four times as fast."""
+    x, ones, nothing = part.astype(np.float32), np.ones(len(part), np.float32), np.zeros(part.shape[1])
+    mean = (ones @ x).astype(np.float64) / len(x)
+    squares = (ones @ np.square(x, out=x)).astype(np.float64) - len(x) * np.square(mean)
+    return Columns(nothing + len(x), nothing, nothing, mean, squares, part.min(0), part.max(0))
 
 
 def plain_number(value: Any) -> float | None:

@@ -15,13 +15,21 @@ from replaylab.errors import DataError
 
 LIMIT = 1000  # steps of an episode in Gym
 RULES = ("auto", "range", "maze", "raw")
+D4RL_FILES = {
+    "ant_maze_u-maze": "antmaze-umaze",
+    "ant_maze_big-maze": "antmaze-medium",
+    "ant_maze_hardest-maze": "antmaze-large",
+}  # what its AntMaze files begin with
 
 
 def name_of(episodes: Episodes) -> str:
-    """All that the data calls itself."""
+    """All that the data calls itself, in small letters."""
     sources = episodes.meta.get("source") or []
     files = [Path(str(s)).name for s in (sources if isinstance(sources, list) else [sources])]
-    return " ".join([str(episodes.meta.get("dataset_id") or ""), episodes.env_id or "", *files]).lower()
+    found = " ".join([str(episodes.meta.get("dataset_id") or ""), episodes.env_id or "", *files]).lower()
+    for theirs, name in D4RL_FILES.items():
+        found = found.replace(theirs, name)
+    return found
 
 
 def tuned_rewards(episodes: Episodes, rule: str, drifting: bool = False) -> np.ndarray:

@@ -21,16 +21,7 @@ def save(episodes: Episodes, path: str | Path, *, format: str | None = None, ove
     The data is written beside its target and renamed at the end, so a failure leaves nothing behind.
     """
     path = Path(path)
-    name = format or SUFFIXES.get(path.suffix.lower())
-    if name not in WRITABLE:
-        what = f"format '{name}' cannot be written" if name else f"'{path.name}' does not tell the format"
-        raise UsageError(f"{path}: {what}{nearest(str(name), WRITABLE)}")
-    if os.path.lexists(path) and not overwrite:
-        raise DataError(f"{path}: exists already; pass --overwrite to replace it")
-    if path.is_dir() and not (
-        FORMATS["native"].sniff(path) or FORMATS["minari"].sniff(path) or FORMATS["dqn-replay"].sniff(path)
-    ):
-        raise DataError(f"{path}: this folder is no dataset and is not replaced")
+    name = check_target(path, format, overwrite)
     made = _make_folders(path.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=".replaylab-", dir=path.parent, ignore_cleanup_errors=True) as aside:
@@ -45,6 +36,21 @@ def save(episodes: Episodes, path: str | Path, *, format: str | None = None, ove
             raise
         raise DataError(f"{path}: could not be written: {one_line(error)}") from error
     return path
+
+
+def check_target(path: Path, format: str | None, overwrite: bool) -> str:
+    """The format that would be written to `path`; an error where nothing may be."""
+    name = format or SUFFIXES.get(path.suffix.lower())
+    if name not in WRITABLE:
+        what = f"format '{name}' cannot be written" if name else f"'{path.name}' does not tell the format"
+        raise UsageError(f"{path}: {what}{nearest(str(name), WRITABLE)}")
+    if os.path.lexists(path) and not overwrite:
+        raise DataError(f"{path}: exists already; pass --overwrite to replace it")
+    if path.is_dir() and not (
+        FORMATS["native"].sniff(path) or FORMATS["minari"].sniff(path) or FORMATS["dqn-replay"].sniff(path)
+    ):
+        raise DataError(f"{path}: this folder is no dataset and is not replaced")
+    return name
 
 
 def _swap(part: Path, path: Path, old: Path) -> None:

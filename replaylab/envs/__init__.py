@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from typing import Any
 
-from replaylab.errors import MissingExtra, UsageError, nearest, require
+from replaylab.errors import MissingExtra, UsageError, require
 
 gymnasium: Any = require("gymnasium", "replaylab.envs")
 from replaylab.envs.noise import Noise, NoisyEnv, NoisyVectorEnv  # noqa: E402  these need gymnasium
@@ -26,7 +27,11 @@ OURS: dict[str, tuple[str, dict[str, Any], int]] = {
     "d4rl/ant": ("replaylab.envs.d4rl:D4RLEnv", {"robot": "ant"}, 1000),
     "reacher2d": ("replaylab.envs.reacher2d:Reacher2dEnv", {}, 100),
 }
-OURS |= {  # pointmaze-umaze, pointmaze-umaze-diverse, ..., antmaze-large-diverse
+OURS |= {  # as D4RL's files have them
+    f"d4rl/antmaze-{maze}": ("replaylab.envs.antmaze:D4RLAntMazeEnv", {"maze": maze}, limit)
+    for maze, limit in {"umaze": 700, "medium": 1000, "large": 1000}.items()
+}
+OURS |= {  # as Gymnasium-Robotics has them: pointmaze-umaze, pointmaze-umaze-diverse, ..., antmaze-large-diverse
     f"{robot}maze-{maze}{ending}": ("replaylab.envs.maze:MazeEnv", {"robot": robot, "maze": maze, "mode": mode}, limit)
     for robot, limits in {"point": (300, 600, 800), "ant": (700, 1000, 1000)}.items()
     for maze, limit in zip(("umaze", "medium", "large"), limits, strict=True)
@@ -58,8 +63,11 @@ def make_vec(env_id: str, num_envs: int, *, noise: Noise | None = None, **kwargs
 
 
 def canonical(env_id: str) -> str:
-    """'hopper' is short for 'd4rl/hopper'."""
-    return f"d4rl/{env_id}" if f"d4rl/{env_id}" in OURS else env_id
+    """'hopper' is short for 'd4rl/hopper', 'antmaze-medium-play-v2' is D4RL's name of 'd4rl/antmaze-medium'."""
+    maze = re.fullmatch(r"(antmaze-(umaze|medium|large))(-play|-diverse)?-v[012]", env_id)
+    if maze:
+        return f"d4rl/{maze[1]}"
+    return f"d4rl/{env_id}" if env_id not in OURS and f"d4rl/{env_id}" in OURS else env_id
 
 
 def _make(env_id: str, **kwargs: Any) -> Any:
@@ -68,8 +76,9 @@ def _make(env_id: str, **kwargs: Any) -> Any:
     try:
         return gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
-        known = [*OURS, *gymnasium.registry]
-        close = difflib.get_close_matches(env_id, known)
-        raise UsageError(f"unknown environment '{env_id}'{nearest(env_id, known if close else OURS)}") from error
+        close = difflib.get_close_matches(env_id, [*OURS, *gymnasium.registry], n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        known = f"{', '.join(OURS)}, atari/GAME, atari-rgb/GAME and every Gymnasium id"
+        raise UsageError(f"unknown environment '{env_id}'; {hint}known: {known}") from error
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingExtra(f"{env_id}: {error}") from error

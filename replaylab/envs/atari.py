@@ -6,11 +6,13 @@ An action lasts four emulator frames; with sticky actions the emulator repeats t
 without idle moves. ale-py's C++ engine does all of this in this order; this file gives it our vector semantics.
 
 A game goes by `atari/` and its name in any spelling: atari/space_invaders, atari/SpaceInvaders, atari/spaceinvaders.
+Options may follow behind commas: `atari/pong,sticky=0,noops=30` is played as the original Decision Transformer does.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -40,6 +42,21 @@ def game_name(env_id: str) -> str:
     if plain not in games():
         raise UsageError(f"unknown Atari game '{env_id}'{nearest(plain, games().values())}")
     return games()[plain]
+
+
+def parse(env_id: str) -> tuple[str, dict[str, Any]]:
+    """'atari/Pong,sticky=0,noops=30' -> ('atari/pong', {'sticky': 0.0, 'noop_max': 30})."""
+    name, *settings = env_id.split(",")
+    options: dict[str, Any] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key == "sticky" and re.fullmatch(r"0(\.\d+)?|1(\.0+)?", value):
+            options["sticky"] = float(value)
+        elif key == "noops" and value.isdecimal():
+            options["noop_max"] = int(value)
+        else:
+            raise UsageError(f"'{setting}' in '{env_id}': a game's options are sticky=0 to 1 and noops=0, 1, 2, ...")
+    return f"atari/{game_name(name)}", options
 
 
 def engine(
@@ -88,7 +105,8 @@ class AtariVectorEnv(RestingVectorEnv):
     """
 
     def __init__(self, env_id: str, num_envs: int, **options: Any) -> None:
-        self.engines = [engine(env_id, 1, threads=1, **options) for _ in range(max(num_envs, 1))]
+        name, found = parse(env_id)
+        self.engines = [engine(name, 1, threads=1, **found | options) for _ in range(max(num_envs, 1))]
         first = self.engines[0]
         super().__init__(num_envs, first.single_observation_space, first.single_action_space)
         self.num_actions = int(first.single_action_space.n)

@@ -11,7 +11,7 @@ nothing. Rewards are the game's own; a learner takes their sign.
 A game goes by `atari-rgb/` and its name, with options behind commas: `atari-rgb/freeway`, `atari-rgb/pong,pool=max`,
 `atari-rgb/boxing,noops=30`. The whole state of a game can be saved and put back. ale-py's own vector environment
 knows neither this picture nor a saved state, hence one `ALEInterface` a game. It keeps Python's lock while it
-emulates, so threads would gain nothing: about 11,000 emulator frames a second on one core.
+emulates, so threads would gain nothing.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def rk4_is_classical() -> bool:
         <worldbody><body><freejoint/><geom type="box" size=".1 .2 .3"/></body></worldbody></mujoco>""")
     old, new = mujoco.MjData(model), mujoco.MjData(model)
     old.qvel[3:] = new.qvel[3:] = 4.0, 5.0, 6.0
-    _rk4_single(model, old)
+    step_rk4(model, old)
     mujoco.mj_step(model, new)
     return bool(np.abs(old.qpos - new.qpos).max() < 1e-10)
 
@@ -228,7 +228,7 @@ def rk4(model: Any, qpos: Array, qvel: Array, accelerate: Callable[[Array, Array
     return move(v_sum / 6), qvel + h * a_sum / 6
 
 
-def _rk4_single(model: Any, data: Any) -> None:
+def step_rk4(model: Any, data: Any) -> None:
     def accelerate(qpos: Array, qvel: Array) -> Array:
         data.qpos[:], data.qvel[:] = qpos, qvel
         mujoco.mj_forward(model, data)
@@ -267,7 +267,7 @@ class D4RLEnv(MujocoEnv, EzPickle):
         self.data.ctrl[:] = ctrl
         if self.own_rk4:
             for _ in range(n_frames):
-                _rk4_single(self.model, self.data)
+                step_rk4(self.model, self.data)
         else:
             mujoco.mj_step(self.model, self.data, nstep=n_frames)
 
@@ -291,25 +291,32 @@ class D4RLEnv(MujocoEnv, EzPickle):
 
 
 class BatchVectorEnv(RestingVectorEnv):
-    """Many copies of one robot, stepped by `mujoco.batch` on several threads; states equal `D4RLEnv`'s to the bit."""
+    """Many copies of one environment, stepped by `mujoco.batch` on several threads; states equal its own to the bit.
+    A subclass writes `_begin`, a first state, and `_outcome`, what a step brought."""
 
     def __init__(
-        self, robot: str, num_envs: int, *, nthread: int | None = None, max_episode_steps: int = EPISODE_LIMIT
+        self, single: Any, num_envs: int, *, nthread: int | None = None, max_episode_steps: int = EPISODE_LIMIT
     ) -> None:
         from mujoco.batch import Batch  # mujoco 3.17 and newer
 
-        single = D4RLEnv(robot)
         super().__init__(num_envs, single.observation_space, single.action_space)
-        self.robot, self.model, self.frame_skip, self.dt = single.robot, single.model, single.frame_skip, single.dt
-        self.own_rk4, self.max_episode_steps = single.own_rk4, max_episode_steps
-        self._start = single.init_qpos, single.init_qvel
+        self.single, self.model, self.max_episode_steps = single, single.model, max_episode_steps
         self._batch = Batch(single.model, num_envs, min(nthread or os.cpu_count() or 1, num_envs))
         bind = self._batch.bind  # live arrays, one row per sub-environment
-        self.qpos, self.qvel, self.ctrl = bind("qpos"), bind("qvel"), bind("ctrl")
+        self.qpos, self.qvel, self.ctrl, self.xpos = bind("qpos"), bind("qvel"), bind("ctrl"), bind("xpos")
         self._qacc, self._warmstart = bind("qacc"), bind("qacc_warmstart")
-        self._x = bind("xpos")[:, 1, 0] if single.robot.torso_speed else self.qpos[:, 0]
         self._rngs: list[np.random.Generator | None] = [None] * num_envs
         self._steps = np.zeros(num_envs, int)
+
+    def _begin(self, i: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        raise NotImplementedError
+
+    def _observe(self, ids: Array) -> Array:
+        raise NotImplementedError
+
+    def _outcome(self, ids: Array, actions: Array) -> tuple[Array, Array]:
+        """Move, and say what that is worth and whether it ends the episode."""
+        raise NotImplementedError
 
     def _reset(self, ids: Array, seeds: list[int | None], options: dict) -> tuple[Array, dict[str, Any]]:
         self._batch.reset(ids, stage=mujoco.mjtStage.mjSTAGE_NONE)
@@ -317,29 +324,23 @@ class BatchVectorEnv(RestingVectorEnv):
             rng = self._rngs[i]
             if rng is None or seed is not None:
                 rng = self._rngs[i] = seeding.np_random(seed)[0]
-            self.qpos[i], self.qvel[i] = self.robot.start(*self._start, rng)
+            self.qpos[i], self.qvel[i] = self._begin(i, rng)
         self._batch.forward(ids)
         self._steps[ids] = 0
-        return self.robot.observe(self.qpos[ids], self.qvel[ids]), {}
+        return self._observe(ids), {}
 
     def _step(self, ids: Array, actions: Array) -> Step:
-        before = self._x[ids]
+        rewards, terminated = self._outcome(ids, actions)
+        self._steps[ids] += 1
+        return self._observe(ids), rewards, terminated, self._steps[ids] >= self.max_episode_steps, {}
+
+    def _move(self, ids: Array, actions: Array) -> None:
         self.ctrl[ids] = actions
-        if self.own_rk4:
-            for _ in range(self.frame_skip):
+        if self.single.own_rk4:
+            for _ in range(self.single.frame_skip):
                 self._rk4(ids)
         else:
-            self._batch.step(ids, nstep=self.frame_skip)
-        speed = (self._x[ids] - before) / self.dt
-        qpos, qvel = self.qpos[ids], self.qvel[ids]
-        self._steps[ids] += 1
-        return (
-            self.robot.observe(qpos, qvel),
-            self.robot.reward(speed, actions),
-            ~self.robot.healthy(qpos, qvel),
-            self._steps[ids] >= self.max_episode_steps,
-            {},
-        )
+            self._batch.step(ids, nstep=self.single.frame_skip)
 
     def _rk4(self, ids: Array) -> None:
         def accelerate(qpos: Array, qvel: Array) -> Array:
@@ -351,8 +352,30 @@ class BatchVectorEnv(RestingVectorEnv):
         self.qpos[ids], self.qvel[ids] = rk4(self.model, self.qpos[ids], self.qvel[ids], accelerate)
 
 
+class RobotVectorEnv(BatchVectorEnv):
+    def _begin(self, i: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        return self.single.robot.start(self.single.init_qpos, self.single.init_qvel, rng)
+
+    def _observe(self, ids: Array) -> Array:
+        return self.single.robot.observe(self.qpos[ids], self.qvel[ids])
+
+    def _outcome(self, ids: Array, actions: Array) -> tuple[Array, Array]:
+        robot = self.single.robot
+        x = self.xpos[:, 1, 0] if robot.torso_speed else self.qpos[:, 0]
+        before = x[ids]
+        self._move(ids, actions)
+        speed = (x[ids] - before) / self.single.dt
+        return robot.reward(speed, actions), ~robot.healthy(self.qpos[ids], self.qvel[ids])
+
+
 def make_vec(env_id: str, num_envs: int, *, nthread: int | None = None, **kwargs: Any) -> RestingVectorEnv:
     """`num_envs` robots on `nthread` threads (all cores unless told); one by one to render, or without Batch."""
     if importlib.util.find_spec("mujoco.batch") is None or "render_mode" in kwargs:
         return PlainVectorEnv([lambda: gymnasium.make(env_id, disable_env_checker=True, **kwargs)] * num_envs)
-    return BatchVectorEnv(env_id.removeprefix("d4rl/"), num_envs, nthread=nthread, **kwargs)
+    name = env_id.removeprefix("d4rl/")
+    if name in ROBOTS:
+        return RobotVectorEnv(D4RLEnv(name), num_envs, nthread=nthread, **kwargs)
+    from replaylab.envs.antmaze import AntMazeVectorEnv  # needs Gymnasium-Robotics
+
+    kwargs = {"max_episode_steps": gymnasium.spec(env_id).max_episode_steps} | kwargs
+    return AntMazeVectorEnv(name.removeprefix("antmaze-"), num_envs, nthread=nthread, **kwargs)

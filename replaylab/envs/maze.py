@@ -57,9 +57,11 @@ class Robot:
     top_speed: float | None = None  # a ball that is only pushed would gain speed without end
 
 
+_ANT = Path(gymnasium.__file__).parent / "envs/mujoco/assets/ant.xml"
 ROBOTS = {
     "point": Robot(Path(robotics.__file__).parent / "envs/assets/point/point.xml", 1.0, 0.4, 1, 100, top_speed=5.0),
-    "ant": Robot(Path(gymnasium.__file__).parent / "envs/mujoco/assets/ant.xml", 4.0, 0.5, 5, 20),
+    "ant": Robot(_ANT, 4.0, 0.5, 5, 20),
+    "d4rl-ant": Robot(_ANT, 4.0, 0.5, 5, 10),  # see antmaze.py
 }
 
 
@@ -139,6 +141,7 @@ class MazeEnv(MujocoEnv, EzPickle):
     """Observation: positions and velocities of every joint, x and y first (point: 4, ant: 29); `diverse`: goal x, y."""
 
     metadata = {"render_modes": ["human", "rgb_array", "depth_array", "rgbd_tuple"]}  # noqa: RUF012
+    load: Any = staticmethod(load_model)
 
     def __init__(self, robot: str, maze: str, mode: str = "play", **kwargs: Any) -> None:
         EzPickle.__init__(self, robot, maze, mode, **kwargs)
@@ -156,9 +159,9 @@ class MazeEnv(MujocoEnv, EzPickle):
 
     def _initialize_simulation(self) -> tuple[Any, Any]:
         if not self._pictured:
-            model = load_model(self.robot, self.maze)
+            model = self.load(self.robot, self.maze)
         else:  # a model of its own, as the picture's size and the goal's mark are written into it
-            model = load_model.__wrapped__(self.robot, self.maze)
+            model = self.load.__wrapped__(self.robot, self.maze)
             model.vis.global_.offwidth = max(model.vis.global_.offwidth, self.width)
             model.vis.global_.offheight = max(model.vis.global_.offheight, self.height)
         return model, mujoco.MjData(model)
@@ -197,9 +200,12 @@ class MazeEnv(MujocoEnv, EzPickle):
         self.goal = self.layout.centre(goal)
         if self.mode == "diverse":
             self.goal += self.np_random.uniform(-reach, reach, 2)
-        if self._pictured:
-            self.model.site("target").pos[:2] = self.goal
+        self._mark_goal()
         qpos = self.init_qpos.copy()
         qpos[:2] = self.layout.centre(start) + self.np_random.uniform(-reach, reach, 2)
         self.set_state(qpos, self.init_qvel)
         return self._observe()
+
+    def _mark_goal(self) -> None:
+        if self._pictured:
+            self.model.site("target").pos[:2] = self.goal

@@ -38,6 +38,8 @@ def _sweep(run: Run, env: str, groups: dict[float, Evaluations]) -> Html:
     episodes = max(len(returns) for by_seed in last for returns in by_seed)
     caption = f"Mean over {count(max(map(len, last)), 'seed')}, {count(episodes, 'episode')} a seed and target; "
     caption += "band: lowest to highest seed."
+    if env.startswith("atari/"):
+        caption += " Asked for in clipped rewards, as the data has them; achieved in the game's own."
     picture = charts.lines(env, series, x_label="return asked for", y_label="return achieved", caption=caption)
     rows = [[number(a), number(m), number(lo), number(hi)] for a, m, lo, hi in zip(asked, mean, low, high, strict=True)]
     return Html(grid([picture]) + table(["Asked", "Achieved", "Lowest seed", "Highest seed"], rows))

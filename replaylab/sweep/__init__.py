@@ -42,24 +42,28 @@ def run(
     on: str = "local",
     address: str | None = None,
     devices: Sequence[str] | None = None,
+    per_device: int | None = None,
     **options: Any,
 ) -> Outcome:
     """Do what is missing of a sweep; returns what became of its cells. Prints the plan and stops with `dry_run`.
 
     out: the sweep's folder (default: sweeps/NAME). devices: ["cuda:0", "cuda:1"] or ["cpu"]; default: all GPUs, else
-    the CPU. on="ray" uses the Ray cluster at `address`, and takes `gpus` (share of a GPU a cell) and `data` ("path" or
-    "store").
+    the CPU. per_device: processes that share each of them, instead of the file's own number. on="ray" uses the Ray
+    cluster at `address`, and takes `gpus` (share of a GPU a cell) and `data` ("path" or "store").
     """
     if on not in WHERE:
         raise UsageError(f"cannot run on '{on}'{nearest(on, WHERE)}")
     if options and on != "ray":
         raise UsageError(f"'{next(iter(options))}' is for on=\"ray\" only")
-    plan = read_plan(path)
+    if per_device is not None and on == "ray":
+        raise UsageError("per_device is for this machine; on Ray cells share a GPU with `gpus`, such as 0.5")
+    plan = read_plan(path, per_device)
     queue = Queue(out or Path("sweeps") / plan.name)
     places = list(devices or _devices())
     workers = len(places) * plan.per_device
-    before = finished_before(queue.folder)
-    guesses = {cell.name: estimate(cell, before, places[0].startswith("cuda")) for cell in plan.cells}
+    cuda = places[0].startswith("cuda")
+    before = finished_before(queue.folder, Path(path).parent / "results", cuda)
+    guesses = {cell.name: estimate(cell, before, cuda) for cell in plan.cells}
     if dry_run:
         print(describe(plan.cells, queue, guesses, workers))
         return outcome(queue, plan.cells)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,22 @@ from replaylab.sweep.plan import Cell
 from replaylab.sweep.queue import Queue
 from replaylab.train import Options
 
-# milliseconds of one update for all seeds at the default settings, on two cores and on an H200; for systems that have
-# never run here
-UPDATE_MS: dict[str, tuple[float, float]] = {"bc": (3.0, 0.2), "dt": (60.0, 1.5)}
-OTHER_MS = (20.0, 1.0)
+# Milliseconds of one update at the default sizes on hopper's shapes (mbarc: on frames): of one seed on one core of an
+# AMD EPYC, and of a cell's seeds together on an H200 (benchmarks/results, benchmarks/NOTES.md; None: not timed yet).
+# gormpo and mopo: of the policy, with as many updates of density and dynamics as came with it on hopper-medium.
+UPDATE_MS: dict[str, dict[str, tuple[float, float | None]]] = {
+    "bc": {"steps": (2.3, 0.19)},
+    "dt": {"steps": (220.0, 1.9)},
+    "mopo": {"steps": (28.0, 0.8)},
+    "gormpo": {"steps": (31.0, 0.97)},
+    "bcq": {"steps": (47.0, None)},
+    "diffusion-dice": {"returns_steps": (3.6, None), "behavior_steps": (560.0, None), "critic_steps": (190.0, None)},
+    "mbarc": {"world": (10_400.0, None), "reward": (6_300.0, None), "policy": (630_000.0, None)},
+}
+# seconds of a whole run of the debug preset in benchmarks/smoke.yaml, evaluation included, on two cores
+DEBUG_SECONDS = {
+    "bc": 1.6, "dt": 0.6, "mopo": 2.7, "gormpo": 6.5, "bcq": 5.5, "diffusion-dice": 2.0, "mbarc": 7.3,
+}  # fmt: skip
 
 
 def configured(cell: Cell) -> dict[str, Any]:
@@ -31,28 +45,45 @@ def configured(cell: Cell) -> dict[str, Any]:
     return vars(resolve([Options, module.Config], [("preset", preset), ("settings", cell.settings)])[1])
 
 
-def updates(config: dict[str, Any]) -> int:
-    """Updates asked for: every setting that counts them, warm-ups aside."""
-    counts = (v for k, v in config.items() if (k == "steps" or k.endswith("_steps")) and "warm" not in k)
-    return sum(v for v in counts if type(v) is int)
+def training_seconds(name: str, config: Mapping[str, Any], seeds: int, cuda: bool) -> float | None:
+    """By the table: seeds share a GPU for nearly the price of one, a core they do not. None where it has no entry."""
+    module, prices = system(name), UPDATE_MS.get(name, {})
+    amounts = config
+    if hasattr(module, "counters"):  # its settings do not say how many updates they add up to
+        known = {f.name for f in fields(module.Config)}
+        amounts = module.counters(module.Config(**{k: v for k, v in config.items() if k in known}))
+    parts = [(amounts.get(kind) or 0, price[cuda]) for kind, price in prices.items()]
+    if not parts or any(price is None for _, price in parts):
+        return None
+    return sum(n * price for n, price in parts if price is not None) / 1e3 * (1 if cuda else seeds)
 
 
-def finished_before(folder: Path) -> list[dict[str, Any]]:
-    """Runs that ended well in this sweep and its neighbours: configuration and seconds."""
+def finished_before(folder: Path, results: Path, cuda: bool) -> list[dict[str, Any]]:
+    """Runs that ended well on the same kind of device, with configuration and seconds: those of the result files that
+    were kept (`report --export`), then those of this sweep and its neighbours."""
     found = []
+    for path in sorted(results.glob("*.json")):
+        with contextlib.suppress(ReplaylabError, AttributeError, TypeError, KeyError, ValueError):
+            kept = json.loads(path.read_text())
+            if kept["status"] == "finished" and (kept["machine"]["device"] != "cpu") == cuda:
+                module = system(kept["system"])
+                preset = module.PRESETS.get(kept["preset"] or "", {})
+                config = vars(resolve([Options, module.Config], [("preset", preset), ("file", kept["settings"])])[1])
+                about = {k: kept[k] for k in ("system", "preset", "seeds", "env")}
+                found.append(config | about | {"data": kept["data"]["paths"], "seconds": float(kept["seconds"])})
     for path in sorted(folder.parent.glob("*/*/run.json")):
         run = RunFolder(path.parent)
-        with contextlib.suppress(ReplaylabError, TypeError, KeyError, ValueError):
+        with contextlib.suppress(ReplaylabError, AttributeError, TypeError, KeyError, ValueError):
             info = run.info()
-            if info["status"] == "finished":
-                found.append(run.config() | {"seconds": float(info["seconds"]), "sweep": path.parent.parent.name})
+            if info["status"] == "finished" and (info["machine"]["device"] != "cpu") == cuda:
+                found.append(run.config() | {"seconds": float(info["seconds"])})
     return found
 
 
-def estimate(cell: Cell, before: Sequence[dict[str, Any]], cuda: bool) -> tuple[float, str]:
-    """(seconds, where they come from)."""
+def estimate(cell: Cell, before: Sequence[dict[str, Any]], cuda: bool) -> tuple[float | None, str]:
+    """(seconds, where they come from); None where nothing was ever timed."""
     config = configured(cell)
-    alike = [r for r in before if r.get("system") == cell.system]
+    alike = [r for r in before if (r.get("system"), r.get("preset")) == (cell.system, cell.preset)]
     exact = [
         r
         for r in alike
@@ -61,18 +92,25 @@ def estimate(cell: Cell, before: Sequence[dict[str, Any]], cuda: bool) -> tuple[
     ]
     if exact:
         return exact[-1]["seconds"], "the same run before"
-    steps = updates(config)
-    scaled = sorted(r["seconds"] / n * steps for r in alike if (n := updates(r)))
-    if scaled and steps:
+    here = training_seconds(cell.system, config, len(cell.seeds), cuda)
+    column = cuda and here is not None  # where a GPU was not timed, two runs still compare as on a core
+    mine = training_seconds(cell.system, config, len(cell.seeds), column)
+    theirs = [(r["seconds"], training_seconds(cell.system, r, len(r.get("seeds") or [0]), column)) for r in alike]
+    scaled = sorted(seconds / n * mine for seconds, n in theirs if n and mine)
+    if scaled:
         return scaled[len(scaled) // 2], f"earlier runs of {cell.system}, scaled by updates"
-    ms = UPDATE_MS.get(cell.system, OTHER_MS)[cuda]
-    return steps * ms / 1e3, f"{steps:,} updates of {ms:g} ms, a table"
+    plain = training_seconds(cell.system, configured(replace(cell, settings={})), len(cell.seeds), column)
+    if cell.preset == "debug" and mine and plain:
+        return DEBUG_SECONDS[cell.system] * mine / plain, "a debug run on two cores, scaled by updates"
+    if here is None:
+        return None, f"{cell.system} was not timed on a GPU yet"
+    return here, "updates at the default sizes, as measured; evaluation apart"
 
 
 class Watch(Progress):
     """The progress line of a whole sweep."""
 
-    def __init__(self, name: str, queue: Queue, cells: Sequence[Cell], seconds: dict[str, float], workers: int):
+    def __init__(self, name: str, queue: Queue, cells: Sequence[Cell], seconds: dict[str, float | None], workers: int):
         super().__init__(name, len(cells), unit="cells")
         self.queue, self.cells, self.seconds, self.workers = queue, cells, seconds, workers
         self.told = {cell.name: self._ends(cell) for cell in cells}
@@ -96,38 +134,49 @@ class Watch(Progress):
 
     def _learn(self, done: Cell, last: dict[str, Any]) -> None:
         """What a cell took is the better guess for its like that are still to come."""
-        if last["event"] == "finished" and self.seconds.get(done.name):
-            factor = last["seconds"] / self.seconds[done.name]
-            for cell in self.cells:
-                if (cell.system, cell.preset) == (done.system, done.preset):
-                    self.seconds[cell.name] *= factor
+        if last["event"] != "finished":
+            return
+        guessed = self.seconds[done.name]
+        for cell in self.cells:
+            if (cell.system, cell.preset) == (done.system, done.preset):
+                known = self.seconds[cell.name]
+                self.seconds[cell.name] = last["seconds"] * (known / guessed if known and guessed else 1.0)
 
     def _line(self) -> str:
         events = [self.queue.events(cell)[-1:] for cell in self.left]
         running = [e[0]["event"] == "started" for e in events if e]
-        rest = 0.0
+        rest: list[float | None] = []
         for cell, last in zip(self.left, events, strict=True):
             spent = time.time() - last[0]["time"] if last and last[0]["event"] == "started" else 0.0
-            rest += max(self.seconds[cell.name] - spent, 0.0)
+            known = self.seconds[cell.name]
+            rest.append(None if known is None else max(known - spent, 0.0))
         failed = sum(self.queue.last_event(cell) == "failed" for cell in self.cells if cell not in self.left)
         share = self.done / self.total if self.total else 1.0
         bar = f"[{'#' * int(20 * share):20s}] " if self.live else ""
         told = f"{self.label} {bar}{self.done}/{self.total} cells  {sum(running)} running"
-        return f"{told}{f'  {failed} failed' if failed else ''}  about {duration(rest / self.workers)} left"
+        return f"{told}{f'  {failed} failed' if failed else ''}  {together(rest, self.workers)} left"
 
 
-def describe(cells: Sequence[Cell], queue: Queue, guesses: dict[str, tuple[float, str]], workers: int) -> str:
+def together(seconds: Sequence[float | None], workers: int) -> str:
+    """What cells take in all, as words."""
+    known = [s for s in seconds if s is not None]
+    more = len(seconds) - len(known)
+    unknown = f" and {more} cell{'s' if more > 1 else ''} of unknown length" if more else ""
+    return f"about {duration(sum(known) / workers)}{unknown}"
+
+
+def describe(cells: Sequence[Cell], queue: Queue, guesses: dict[str, tuple[float | None, str]], workers: int) -> str:
     """The plan as text: every cell, its seeds, its state, its time."""
     width = max(len(cell.name) for cell in cells)
     lines = []
     for cell in cells:
         seconds, source = guesses[cell.name]
         seeds = f"{len(cell.seeds)} seed{'s' if len(cell.seeds) != 1 else ''}"
-        lines.append(f"{cell.name:{width}s}  {seeds:8s}  {queue.state(cell):11s}  {duration(seconds):>7s}  ({source})")
-    left = [cell for cell in cells if not queue.finished(cell)]
-    rest = sum(guesses[cell.name][0] for cell in left) / workers
+        told = "?" if seconds is None else duration(seconds)
+        lines.append(f"{cell.name:{width}s}  {seeds:8s}  {queue.state(cell):11s}  {told:>7s}  ({source})")
+    left = [guesses[cell.name][0] for cell in cells if not queue.finished(cell)]
     lines.append(
-        f"{len(cells)} cells, {len(left)} to do, about {duration(rest)} with {workers} "
+        f"{len(cells)} cells, {len(left)} to do, {together(left, workers)} with {workers} "
         f"process{'es' if workers != 1 else ''}"
     )
     return "\n".join(lines)

@@ -100,8 +100,8 @@ class Plan:
         return Plan(**values | {"cells": [Cell(**cell) for cell in values["cells"]]})
 
 
-def read_plan(path: str | Path) -> Plan:
-    """Read and check a sweep file."""
+def read_plan(path: str | Path, per_device: int | None = None) -> Plan:
+    """Read and check a sweep file. `per_device` wins over the file's own."""
     values = _numbers(read_yaml(path))
     _known(str(path), values, KEYS)
     name = str(values.get("name") or Path(path).stem)
@@ -115,7 +115,8 @@ def read_plan(path: str | Path) -> Plan:
     if not cells:
         raise UsageError(f"{path}: no cells: it needs `systems`, and `datasets` or `environments` for them")
     _distinct(f"{path}: cells (give the systems a `name`)", [cell.name for cell in cells])
-    budget, per_device = values.get("budget"), values.get("per_device", 1)
+    budget = values.get("budget")
+    per_device = values.get("per_device", 1) if per_device is None else per_device
     if budget is not None and not (_is_number(budget) and budget > 0):
         raise UsageError(f"{path}: budget must be minutes, not {budget!r}")
     if type(per_device) is not int or per_device < 1:

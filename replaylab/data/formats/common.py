@@ -235,6 +235,11 @@ def load_json(what: str, data: bytes | str) -> dict[str, Any]:
 
 
 def env_from_name(stem: str) -> dict[str, str]:
-    """{"env_id": ...} where a D4RL file name says it: hopper_medium-v2, ant-random (and not antmaze-umaze)."""
-    match = re.match(r"(hopper|halfcheetah|walker2d|ant)[-_](random|medium|expert|full)", stem.lower())
-    return {"env_id": f"d4rl/{match[1]}"} if match else {}
+    """{"env_id": ...} where a D4RL file name says it: hopper_medium-v2, antmaze-umaze-v2, Ant_maze_big-maze_..."""
+    name = stem.lower()
+    if match := re.match(r"(hopper|halfcheetah|walker2d|ant)[-_](random|medium|expert|full)", name):
+        return {"env_id": f"d4rl/{match[1]}"}
+    if match := re.match(r"antmaze[-_](umaze|medium|large)|ant_maze_(u|big|hardest)-maze", name):
+        size = match[1] or {"u": "umaze", "big": "medium", "hardest": "large"}[match[2]]
+        return {"env_id": f"d4rl/antmaze-{size}"}
+    return {}

@@ -25,11 +25,14 @@ import math
 import os
 import re
 import tempfile
+import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -37,14 +40,15 @@ from replaylab.data.episodes import Episodes
 from replaylab.data.formats import native
 from replaylab.data.formats.common import Options
 from replaylab.errors import DataError, UsageError
+from replaylab.progress import Progress
 
 FRAME = (84, 84)
 STACK = 4
 PADDING = STACK - 1  # blank rows before an episode
 MAX_STEPS = 27_000  # Dopamine's limit on an episode
 MAX_ROWS = 4_000_000  # a checkpoint; the published ones have a million
-PIECE = 4096  # rows unfolded at a time
-VERSION = 1  # of what an extraction holds
+PIECE = 1024  # rows unfolded at a time
+VERSION = 2  # of what an extraction holds
 
 # name -> dtype and shape after the rows
 STORES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -93,7 +97,7 @@ def _logs(path: Path) -> Path | None:
 def _checkpoints(folder: Path, last: int | None) -> list[int]:
     numbers = sorted({int(m[1]) for file in folder.iterdir() if (m := _FILE.fullmatch(file.name))})
     if last is not None and not 1 <= last <= len(numbers):
-        raise UsageError(f"checkpoints must be 1 to {len(numbers)}, the number that {folder} has, not {last}")
+        raise UsageError(f"{last} checkpoints (--num-buffers) were asked for, {folder} has {len(numbers)}")
     numbers = numbers[-last:] if last else numbers
     for number in numbers:
         for name in SIX:
@@ -169,36 +173,42 @@ def _cache(folder: Path) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "replaylab" / "dqn-replay"
 
 
+@dataclass
+class Part:
+    """One checkpoint while it is unfolded."""
+
+    number: int
+    columns: tuple[np.ndarray, ...]  # actions, rewards, terminal, truncated
+    stretches: list[tuple[int, int]]
+    keep: np.ndarray  # (rows,) whether a row is kept; `suspect` ones only if their frames are not blank
+    suspect: np.ndarray
+    age: np.ndarray  # (rows,) rows since the episode's first, up to three
+    cut: bool = False  # ends in the middle of a game
+
+
 def _extract(folder: Path, numbers: list[int], max_steps: int | None, per: int | None, store: Path) -> None:
-    """Unfold the files into a native store, written aside and renamed at the end."""
+    """Unfold the files into a native store, several at a time, written aside and renamed at the end."""
     store.parent.mkdir(parents=True, exist_ok=True)
-    parts: list[dict[str, np.ndarray]] = []
+    parts: list[Part] = []
     seen: Counter[str] = Counter()
+    rows = 0
+    for done, number in enumerate(numbers):
+        share = None if max_steps is None else max(1, (max_steps - rows) // (len(numbers) - done))
+        parts.append(_plan(folder, number, share, per, seen))
+        rows += int((parts[-1].keep & ~parts[-1].suspect).sum())
+    bar = Progress("unpack", sum(part.stretches[-1][1] for part in parts), unit="frames")
+    bar.say(f"unpacking {bar.total:,} frames of {folder}, once: they are kept in {store.parent}")
     with tempfile.TemporaryDirectory(prefix="part-", dir=store.parent) as aside:
-        frames, rows = Path(aside) / "frames", 0
-        with frames.open("wb") as out:
-            for done, number in enumerate(numbers):
-                share = None if max_steps is None else max(1, (max_steps - rows) // (len(numbers) - done))
-                parts.append(_unfold(folder, number, share, per, out, seen))
-                rows += len(parts[-1]["rewards"])
-        if rows == 0:
-            raise DataError("the logs hold no rows")
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        last = np.flatnonzero(columns["terminated"] | columns["truncated"])
-        observations = np.memmap(frames, np.uint8, "r", shape=(rows, *FRAME))
-        notes = [f"{count} of {len(numbers)} checkpoints {what}" for what, count in seen.items() if count]
-        episodes = Episodes(
-            observations=observations,
-            actions=columns["actions"],
-            rewards=columns["rewards"],
-            terminated=columns["terminated"],
-            truncated=columns["truncated"],
-            offsets=np.concatenate([[0], last + 1]).astype(np.int64),
-            final_observations=observations[last],
-            final_known=np.zeros(len(last), bool),
-            meta={"frame_stack": STACK, "reward_clipping": True, "notes": notes},
-        )
-        native.write(episodes, Path(aside) / "store")
+        found = _unfold_all(folder, parts, Path(aside), bar)
+        for part in parts:
+            seen["begin in the middle of a game"] += any(part.keep[start] for start, _ in part.stretches)
+            seen["end in the middle of a game"] += part.cut
+        notes = [f"{count} of {len(parts)} checkpoints {what}" for what, count in seen.items() if count]
+        rows = sum(len(columns["rewards"]) for columns in found)
+        if max_steps is not None and rows < 0.9 * max_steps:
+            notes.append(f"{max_steps:,} steps were asked for, the checkpoints gave {rows:,}")
+            bar.say(f"note: {notes[-1]}")
+        _join(Path(aside) / "store", found, notes)
         try:
             os.rename(Path(aside) / "store", store)
         except OSError:
@@ -206,10 +216,48 @@ def _extract(folder: Path, numbers: list[int], max_steps: int | None, per: int |
                 raise
 
 
-def _unfold(
-    folder: Path, number: int, share: int | None, per: int | None, out: BinaryIO, seen: Counter[str]
-) -> dict[str, np.ndarray]:
-    """One checkpoint: its frames appended to `out` without the padding, its other columns returned."""
+def _unfold_all(folder: Path, parts: list[Part], aside: Path, bar: Progress) -> list[dict[str, np.ndarray]]:
+    """Every checkpoint, as many at a time as there are cores: inflating leaves the other threads alone."""
+    lock, halt = threading.Lock(), threading.Event()
+
+    def tell(frames: int) -> None:
+        if halt.is_set():
+            raise DataError("stopped")
+        with lock:
+            bar.update(bar.done + frames)
+
+    with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as pool:
+        try:
+            found = list(pool.map(lambda part: _unfold(folder, part, aside, tell), parts))
+        except BaseException:  # a bad file, or Ctrl-C: the other threads need not go on
+            halt.set()
+            raise
+    bar.close()
+    return found
+
+
+def _join(store: Path, found: list[dict[str, np.ndarray]], notes: list[str]) -> None:
+    """The unfolded checkpoints as one native store."""
+    found = [columns for columns in found if len(columns["rewards"])]
+    if not found:
+        raise DataError("the logs hold no rows")
+    frames = [columns.pop("frames") for columns in found]
+    columns: dict[str, Any] = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+    ends = [np.flatnonzero(part["terminated"] | part["truncated"]) for part in found]
+    last = np.flatnonzero(columns["terminated"] | columns["truncated"])
+    episodes = Episodes(
+        observations=np.broadcast_to(np.uint8(0), (len(columns["rewards"]), *FRAME)),  # `frames` stand in for it
+        **columns,
+        offsets=np.concatenate([[0], last + 1]).astype(np.int64),
+        final_observations=np.concatenate([part[rows] for part, rows in zip(frames, ends, strict=True)]),
+        final_known=np.zeros(len(last), bool),
+        meta={"frame_stack": STACK, "reward_clipping": True, "notes": notes},
+    )
+    native.write(episodes, store, observations=frames)
+
+
+def _plan(folder: Path, number: int, share: int | None, per: int | None, seen: Counter[str]) -> Part:
+    """What is to be read of a checkpoint, as far as its small files tell."""
     actions, rewards, terminal, told = _columns(folder, number)
     stretches = _stretches(folder, number, len(actions), seen)
     limit = _limit(terminal[: stretches[0][1]], share, per)
@@ -220,18 +268,28 @@ def _unfold(
     age = _age(ends)
     # only directly behind an end, and three rows at most: a black screen later in a game is no padding
     suspect = keep & (age < PADDING) & (actions == 0) & (rewards == 0) & ~terminal
-    for start, frames in _frames(folder, number, len(actions), stretches[-1][1]):
-        part = slice(start, start + len(frames))
-        for row in start + np.flatnonzero(suspect[part]):
-            keep[row] = frames[row - start].any() or (age[row] > 0 and keep[row - 1])
-        out.write(frames[keep[part]].data)
+    return Part(
+        number, (actions, rewards, terminal, told), stretches, keep, suspect, np.minimum(age, PADDING).astype(np.uint8)
+    )
+
+
+def _unfold(folder: Path, part: Part, aside: Path, tell: Callable[[int], None]) -> dict[str, np.ndarray]:
+    """The columns of a checkpoint without the padding; its frames are a file under `aside`, memory-mapped."""
+    actions, rewards, terminal, told = part.columns
+    keep, file = part.keep, aside / f"frames-{part.number}"
+    with file.open("wb") as out:
+        for start, frames in _frames(folder, part.number, len(actions), part.stretches[-1][1]):
+            piece = slice(start, start + len(frames))
+            for row in start + np.flatnonzero(part.suspect[piece]):
+                keep[row] = frames[row - start].any() or (part.age[row] > 0 and keep[row - 1])
+            out.write(frames[keep[piece]].data)
+            tell(len(frames))
     rows = np.flatnonzero(keep)
     over, cut = terminal[rows], np.zeros(len(rows), bool)
-    for _, stop in stretches:
+    for _, stop in part.stretches:
         last = np.searchsorted(rows, stop)
         cut[last - 1 : last] = ~over[last - 1 : last]  # empty where nothing but padding is left
-    seen["begin in the middle of a game"] += any(keep[start] for start, _ in stretches)
-    seen["end in the middle of a game"] += bool(cut.any())
+    part.cut = bool(cut.any())
     ends = over | cut
     truncated = cut | ends & (told[rows] | (_age(ends) + 1 == MAX_STEPS))
     return {
@@ -239,6 +297,7 @@ def _unfold(
         "rewards": rewards[rows],
         "terminated": over & ~truncated,
         "truncated": truncated,
+        "frames": np.memmap(file, np.uint8, "r", shape=(len(rows), *FRAME)) if len(rows) else np.zeros((0, *FRAME)),
     }
 
 
@@ -394,27 +453,38 @@ class Log:
             self.close()
 
     def close(self) -> None:
-        """Write what is pending as one checkpoint."""
+        """Write what is pending as one checkpoint; on a full disk, as many of its episodes as fit."""
         if self.rows == 0:
             return
-        columns = dict(self.pieces)
+        pending = len(self.pieces[TRUNCATED]) // 2  # episodes: each is a piece of padding and one of rows
+        keep = pending
+        while keep:
+            try:
+                self._write({name: pieces[: 2 * keep] for name, pieces in self.pieces.items()})
+                break
+            except OSError as problem:
+                error, keep = problem, keep * 3 // 4
+        if keep < pending:
+            what = f"{keep} of {pending} episodes of ckpt.{self.number} could be written, all before it are whole"
+            raise DataError(f"{self.folder}: {what}: {error}") from error
+        self.pieces = {name: [] for name in self.pieces}
+        self.rows, self.number = 0, self.number + 1
+
+    def _write(self, columns: dict[str, list[np.ndarray]]) -> None:
+        rows = sum(map(len, columns[TRUNCATED]))
         if not any(piece.any() for piece in columns[TRUNCATED]):
             del columns[TRUNCATED]
-        columns["add_count"] = [np.array(self.rows)]
-        columns["invalid_range"] = [(np.arange(STACK + 1) - 1) % self.rows]  # around the cursor, which is at row 0
+        columns["add_count"] = [np.array(rows)]
+        columns["invalid_range"] = [(np.arange(STACK + 1) - 1) % rows]  # around the cursor, which is at row 0
         parts = {name: self.folder / f".{name}.part" for name in columns}
         try:
             for name, pieces in columns.items():
                 save_gzip(parts[name], pieces, self.level)
             for name, part in parts.items():
                 os.replace(part, _file(self.folder, name, self.number))
-        except OSError as error:  # most likely the disk is full; no half checkpoint may stay
-            for part in parts.values():
+        finally:
+            for part in parts.values():  # no half checkpoint may stay
                 part.unlink(missing_ok=True)
-            whole = "the checkpoints before it are whole"
-            raise DataError(f"{self.folder}: ckpt.{self.number} could not be written; {whole}: {error}") from error
-        self.pieces = {name: [] for name in self.pieces}
-        self.rows, self.number = 0, self.number + 1
 
 
 def save_gzip(file: Path, pieces: list[np.ndarray], level: int) -> None:

@@ -9,8 +9,12 @@ meta.json    {"schema": 1, "arrays": {name: {file, dtype, shape, bytes, sha256}}
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from replaylab.data.formats.npz import read_header, take
 from replaylab.errors import DataError
 
 META = "meta.json"
+PIECE = 2**24  # bytes written at a time
 
 
 def sniff(path: Path) -> bool:
@@ -53,19 +58,23 @@ def read(path: Path, options: Options) -> Episodes:
     return episodes.split(options.max_episode_steps, options.split)
 
 
-def write(episodes: Episodes, path: Path) -> None:
+def write(episodes: Episodes, path: Path, observations: Sequence[np.ndarray] = ()) -> None:
+    """`observations`: piece by piece, where they are too large to be one array."""
     path.mkdir()
     extras = {name: f"extra_{i:03}" for i, name in enumerate(episodes.extras)}
     attachments = {name: f"attachment_{i:03}" for i, name in enumerate(episodes.attachments)}
     arrays = {name: getattr(episodes, name) for name in (*COLUMNS, *EPISODE_COLUMNS)}
     arrays |= {where: episodes.extras[name] for name, where in extras.items()}
     arrays |= {where: episodes.attachments[name] for name, where in attachments.items()}
+    parts = {name: [array] for name, array in arrays.items()}
+    if observations:
+        parts["observations"] = list(observations)
     index = {
         "schema": SCHEMA,
         "steps": len(episodes),
         "episodes": episodes.num_episodes,
         "meta": episodes.meta,
-        "arrays": {name: _write_array(path, name, array) for name, array in arrays.items()},
+        "arrays": {name: _write_array(path, name, pieces) for name, pieces in parts.items()},
         "extras": extras,
         "attachments": attachments,
     }
@@ -114,16 +123,31 @@ def _read_array(path: Path, name: str, entry: Any) -> np.ndarray:
     return np.load(file, mmap_mode="r", allow_pickle=False)
 
 
-def _write_array(path: Path, name: str, array: np.ndarray) -> dict[str, Any]:
-    file = path / f"{name}.npy"
-    np.save(file, np.asarray(array), allow_pickle=False)
+def _write_array(path: Path, name: str, parts: list[np.ndarray]) -> dict[str, Any]:
+    """One array, given in parts along its first axis. Its checksum is taken by a thread, while it is written."""
+    file, dtype = path / f"{name}.npy", parts[0].dtype
+    shape = (sum(map(len, parts)), *parts[0].shape[1:]) if parts[0].ndim else ()
+    header, digest = io.BytesIO(), hashlib.sha256()
+    np.lib.format.write_array_header_1_0(header, {"descr": dtype.str, "fortran_order": False, "shape": shape})
+    with file.open("wb") as stream, ThreadPoolExecutor(1) as pool:
+        for data in chain([header.getvalue()], _pieces(parts)):
+            hashing = pool.submit(digest.update, data)
+            stream.write(data)
+            hashing.result()
     return {
         "file": file.name,
-        "dtype": array.dtype.str,
-        "shape": list(array.shape),
+        "dtype": dtype.str,
+        "shape": list(shape),
         "bytes": file.stat().st_size,
-        "sha256": _sha256(file),
+        "sha256": digest.hexdigest(),
     }
+
+
+def _pieces(parts: list[np.ndarray]) -> Iterator[Any]:
+    for part in map(np.atleast_1d, parts):
+        step = max(1, PIECE * len(part) // max(1, part.nbytes))
+        for start in range(0, len(part), step):
+            yield np.ascontiguousarray(part[start : start + step]).data
 
 
 def _sha256(file: Path) -> str:
