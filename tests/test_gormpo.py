@@ -488,7 +488,7 @@ def test_tables_by_environment_and_level():
     assert found("d4rl/walker2d", None, "x/walker2d_medium_replay-v2.hdf5")[1:] == (2.5, 1)
     assert found("d4rl/hopper", "mixed") == found("d4rl/hopper", "medium")
     joined = ["minari/halfcheetah/medium-v0", "minari/halfcheetah/expert-v0"]
-    assert found("d4rl/halfcheetah", None, joined) == found("d4rl/halfcheetah", "medium-expert") == (1.0, 2.5, 5)
+    assert found("d4rl/halfcheetah", None, joined) == found("d4rl/halfcheetah", "medium-expert") == (2.0, 2.5, 5)
     log = make_log()
     assert gormpo.tuned(log)[0] == (float(f"{np.std(log.rewards):.2g}"), 1.0, 5)
     agent, _ = make_agent(make_log(env_id="d4rl/pendulum"), penalty_coef=3.0)

@@ -377,3 +377,12 @@ def test_a_broken_file_breaks_nothing(run):
         assert "<script>" not in without_simulator(shown)[0][1]
     path.unlink()
     assert without_simulator(shown) == []
+
+
+def test_a_policy_that_is_slow_to_ask_is_asked_about_fewer_rows():
+    log = chain()
+    agent = Constant(0.3)
+    agent.effort = 4
+    budget = dataclasses.replace(TINY, rows=len(log))
+    found = [assess_agent(a, Spaces.of(log), [0], log, budget=budget)["rows"] for a in (Constant(0.3), agent)]
+    assert found[0] == len(log) and len(log) / 8 < found[1] < len(log) / 2

@@ -464,6 +464,11 @@ class Agent(nn.Module):
     def acting_score(self) -> ScoreNet:
         return self.score if self.average is None else self.average
 
+    @property
+    def effort(self) -> int:
+        """What an answer costs beside a network's one pass, about: whoever asks often asks less often."""
+        return 2 * self.config.candidates
+
     @torch.no_grad()
     def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         key = (observations.shape[1], *(getattr(self.config, name) for name in ACTING))

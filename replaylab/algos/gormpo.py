@@ -107,9 +107,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 # (environment, level): coefficients of the density's and of the ensemble's penalty, rollout length. The ensemble's and
 # the lengths are OfflineRL-Kit's; a level that is not listed takes the environment's "medium".
 TUNED: dict[tuple[str, str], tuple[float, float, int]] = {
-    ("halfcheetah", "medium"): (0.5, 0.5, 5),
-    ("halfcheetah", "medium-replay"): (0.5, 0.5, 5),
-    ("halfcheetah", "medium-expert"): (1.0, 2.5, 5),
+    ("halfcheetah", "medium"): (2.0, 0.5, 5),
+    ("halfcheetah", "medium-replay"): (2.0, 0.5, 5),
+    ("halfcheetah", "medium-expert"): (2.0, 2.5, 5),
     ("hopper", "medium"): (5.0, 5.0, 5),
     ("hopper", "medium-replay"): (2.5, 2.5, 5),
     ("hopper", "medium-expert"): (5.0, 5.0, 5),

@@ -6,7 +6,7 @@
 {"format": "replaylab-result-1", "system": "bc", "task": "hopper-medium", "env": "d4rl/hopper", "settings": {...},
  "seeds": [0, 1], "command": "...", "machine": {...}, "date": "2026-11-15", "seconds": 151.2, "steps": 20000,
  "parameters": 70403, "data": {"paths": [...], "rows": 299470, "episodes": 663},
- "scores": [{"label": "", "settings": {}, "kind": "normalised", "last": [{"seed": 0, "step": 20000, "episodes": 100,
+ "scores": [{"settings": {}, "kind": "normalised", "last": [{"seed": 0, "step": 20000, "episodes": 100,
    "mean": 57.0, "std": 11.2, "min": 40.1, "max": 99.8, "return": 1833.2}], "best": [...]}]}
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from replaylab import stats
 from replaylab.algos import system
-from replaylab.compare.gather import NOT_A_SETTING, labels, names_of, read_sweep
+from replaylab.compare.gather import NOT_A_SETTING, names_of, read_sweep
 from replaylab.compare.tables import plus_minus, protocol, span, told_as
 from replaylab.config import default_of
 from replaylab.errors import UsageError
@@ -47,7 +47,7 @@ HEAD = (
 
 
 def export(run: str | Path, out: str | Path | None = None, *, note: str = "") -> dict[str, Any]:
-    """What a run showed, as a small dict; written to `out` where given (a folder: RUN's name.json in it)."""
+    """What a run showed, as a small dict; written to `out` where given: a .json file, or a folder for RUN's name.json."""
     (found,) = read_runs([run])
     config, info = found.config, found.info
     row, task, _ = names_of([found], read_sweep(found.path.parent)[0])[found.path]
@@ -72,13 +72,13 @@ def export(run: str | Path, out: str | Path | None = None, *, note: str = "") ->
         "status": info.get("status"),
         "note": note,
         "scores": [
-            {"label": label, "env": group.env, "settings": group.settings, **_score(group)}
-            for group, label in zip(found.evaluations, labels(found.evaluations), strict=True)
+            {"env": group.env, "settings": group.settings, **_score(group)} for group in found.evaluations
         ],
     }
     if out is not None:
         path = Path(out)
-        path = path / f"{result['name']}.json" if path.is_dir() else path
+        path = path if path.suffix == ".json" else path / f"{result['name']}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
@@ -163,7 +163,8 @@ def _section(task: str, results: Sequence[dict[str, Any]]) -> str:
         f"|{'---|' * len(HEAD)}",
     ]
     for result in sorted(results, key=lambda r: (str(r["system"]), str(r["row"]), r["name"])):
-        lines += [_row(result, score) for score in result["scores"]]
+        asked = sorted(result["scores"], key=lambda score: -float(score["settings"].get("target", 0)))
+        lines += [_row(result, score) for score in asked]
     kinds = {score["kind"] for r in results for score in r["scores"]}
     for p in published([task]):
         known = told_as(p, task, *kinds) if len(kinds) == 1 else None
@@ -186,7 +187,7 @@ def _row(result: dict[str, Any], score: dict[str, Any]) -> str:
     machine = result.get("machine") or {}
     where = f"{machine.get('cores', '?')} cores" if machine.get("device") == "cpu" else str(machine.get("device", "?"))
     cells = [
-        ", ".join(word for word in (result["row"], score["label"]) if word),
+        ", ".join([result["row"], *(f"{k} {_plain(v)}" for k, v in score["settings"].items())]),
         ", ".join(preset + settings),
         f"**{_mean(last)}**" + ("" if score["kind"] == "normalised" else " (return)"),
         _mean(best),
@@ -205,7 +206,7 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
 def _machines(results: Sequence[dict[str, Any]]) -> str:

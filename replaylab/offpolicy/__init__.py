@@ -117,7 +117,8 @@ def assess_agent(
     if not 0 <= gamma < 1:
         raise UsageError(f"gamma must be at least 0 and below 1, not {gamma}")
     _check(spaces, episodes)
-    used = some_episodes(episodes, budget.rows)
+    rows = budget.rows // getattr(agent, "effort", 1)
+    used = some_episodes(episodes, rows)
     found: dict[str, Any] = {
         "seeds": list(seeds),
         "episodes": used.num_episodes,
@@ -132,7 +133,7 @@ def assess_agent(
     if why:
         return found | {"limits": [why, *ALWAYS], "seconds": round(time.monotonic() - began, 1)}
     log = Log(used, spaces, device, min(FOLDS, used.num_episodes))
-    other = log if train is None or found["seen"] else Log(some_episodes(train, budget.rows), spaces, device, 1)
+    other = log if train is None or found["seen"] else Log(some_episodes(train, rows), spaces, device, 1)
     chosen = _act(agent, spaces, log.states, len(seeds))
     tables: dict[Any, Tensor] = {seed: log.vectors(chosen[i : i + 1]) for i, seed in enumerate(seeds)}
     imagined = None
