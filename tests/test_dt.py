@@ -61,7 +61,9 @@ def test_initial_weights():
     gym = DecisionTransformer(generators([0]), Shape((11,), 3, False))
     for layer in (gym.blocks[0].qkv, gym.blocks[2].down):
         assert abs(layer.weight.std() - 0.02) < 0.001 and (layer.bias == 0).all()
-    assert abs(gym.embed_timestep.weight.std() - 1) < 0.01
+    assert abs(gym.embed_timestep.weight.std() - 0.02) < 0.001
+    original, _ = make_agent(make_episodes(), timestep_std=1.0, max_timestep=1000)
+    assert abs(original.model.embed_timestep.weight.std() - 1) < 0.02
     assert gym.embed_state.weight.abs().max() <= 11**-0.5 and (gym.head.bias != 0).all()
     atari = DecisionTransformer(generators([0]), Shape((4, 84, 84), 4, True, 30, style="tanh"))
     assert (atari.embed_timestep.weight == 0).all() and (atari.embed_place.weight == 0).all()

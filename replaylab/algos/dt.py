@@ -49,6 +49,7 @@ class Config:
     dropout: float = knob(0.1, "of embeddings, attention and residuals")
     style: str = knob("norm", "how tokens are embedded: norm as in the Gym half, tanh as in the Atari half", STYLES)
     max_timestep: int = knob(1000, "rows of the timestep table; later steps share the last one")
+    timestep_std: float = knob(0.02, "deviation of that table's first weights in the norm style; the original's is 1")
     ahead: float = knob(0.0, "weight of a loss on predicting the next observation and return; 0: no such heads")
     lr: float = knob(1e-4, "AdamW's learning rate")
     betas: list[float] = knob([0.9, 0.999], "AdamW's two decay rates")
@@ -71,6 +72,7 @@ _ATARI = {
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "gym": {},  # the defaults
+    "quick": {"steps": 6_000, "lr": 1e-3, "warmup_steps": 300, "lr_decay": True},  # half an hour on a core
     "atari": _ATARI,  # 5 epochs of 500,000 rows
     "pong": _ATARI | {"steps": 5_000, "batch_size": 512, "context": 50},
     "debug": {
@@ -206,7 +208,7 @@ class Agent(nn.Module):
         self.shape = Shape(
             seen, spaces.action_dim, spaces.discrete, config.context, config.width, config.layers, config.heads,
             config.activation, config.dropout, config.style, config.max_timestep, config.condition == "return",
-            config.ahead > 0,
+            config.ahead > 0, config.timestep_std,
         )  # fmt: skip
         self.stack = spaces.frame_stack
         self.notes: list[str] = []

@@ -38,6 +38,7 @@ class Shape:
     max_timestep: int = 1000
     returns: bool = True  # has return-to-go tokens
     ahead: bool = False  # has heads for the next state and the next return
+    timestep_std: float = 0.02  # of the timestep table's first weights; the tanh style begins with zeros
 
 
 def gaussian(weight: Tensor, generators: Generators, std: float) -> None:
@@ -164,7 +165,7 @@ class DecisionTransformer(nn.Module):
             self.embed_action: nn.Module = Table(generators, shape.actions, width, 0.02 if squash else 1.0)
         else:
             self.embed_action = Linear(generators, shape.actions, width)
-        self.embed_timestep = Table(generators, shape.max_timestep, width, 0.0 if squash else 1.0)
+        self.embed_timestep = Table(generators, shape.max_timestep, width, 0.0 if squash else shape.timestep_std)
         if squash:
             self.embed_place = Table(generators, tokens, width, 0.0)
         else:

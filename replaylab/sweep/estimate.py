@@ -29,7 +29,7 @@ UPDATE_MS: dict[str, dict[str, tuple[float, float | None]]] = {
     "mopo": {"steps": (28.0, 0.8)},
     "gormpo": {"steps": (31.0, 0.97)},
     "bcq": {"steps": (47.0, None)},
-    "diffusion-dice": {"returns_steps": (3.6, None), "behavior_steps": (560.0, None), "critic_steps": (190.0, None)},
+    "diffusion-dice": {"returns_steps": (3.6, 0.15), "behavior_steps": (560.0, 4.4), "critic_steps": (190.0, 1.6)},
     "mbarc": {"world": (10_400.0, None), "reward": (6_300.0, None), "policy": (630_000.0, None)},
 }
 # seconds of a whole run of the debug preset in benchmarks/smoke.yaml, evaluation included, on two cores
