@@ -16,6 +16,7 @@ from replaylab import results
 from replaylab.algos import Spaces
 from replaylab.algos import diffusion_dice as dice
 from replaylab.cli import main
+from replaylab.data.episodes import from_rows
 from replaylab.data.rewards import drifting_returns, name_of, tuned_rewards
 from replaylab.data.toys import toy_bandit, toy_reward
 from replaylab.errors import DataError, UsageError
@@ -631,3 +632,21 @@ def test_the_sample_with_the_debug_preset(tmp_path):
     lines = RunFolder(run).lines("metrics.jsonl")
     loss = [line["score_loss"] for line in lines if line["phase"] == "behavior"]
     assert np.mean(loss[-20:]) < 0.8 * np.mean(loss[:20]) and RunFolder(run).lines("eval.jsonl")
+
+
+@pytest.mark.parametrize("terminates", [False, True])
+def test_an_episode_that_was_cut_goes_on_unseen(terminates):
+    """One state, reward -1: episodes of five steps that end there are worth -3 on the mean, cut ones -10."""
+    rows = 50
+    ends = np.arange(rows) % 5 == 4
+    log = from_rows(
+        np.ones((rows, 2), np.float32), np.zeros((rows, 1), np.float32), np.full(rows, -1.0, np.float32),
+        ends & terminates, ends & (not terminates), np.ones((rows, 2), np.float32),
+    )  # fmt: skip
+    settings = {"returns_steps": 2000, "gamma": 0.9, "rewards": "raw", "batch_size": 64, "hidden": [16]}
+    agent, phases = make_agent(log, **settings)
+    Stepper(phases[0], CPU).run(0, 1000)
+    Stepper(phases[0], CPU).run(1000, 1000)
+    found = agent.returns(agent.seen(torch.ones(1, 1, 2))).item()
+    alone = np.mean([-(1 - 0.9**k) / 0.1 for k in range(1, 6)])
+    assert found == pytest.approx(alone if terminates else -10, rel=0.05)

@@ -298,14 +298,23 @@ class Agent(nn.Module):
         self.store, self.raw_rewards = store, store.rewards.clone()
         to_go = episodes.returns_to_go(config.gamma).astype(np.float32)
         self.to_go = torch.as_tensor(to_go, device=self.device)
+        # an episode that was cut goes on unseen: what its end is worth is part of the return
+        last, ids = episodes.last_rows, episodes.episode_ids
+        ends = np.where(episodes.final_known[:, None], episodes.final_observations, episodes.observations[last])
+        self.ends = torch.as_tensor(ends, dtype=torch.float32, device=self.device)
+        left = config.gamma ** (last[ids] - np.arange(len(episodes)) + 1.0) * ~episodes.terminated[last][ids]
+        self.left = torch.as_tensor(left.astype(np.float32), device=self.device)
         drawn = Numbered(store, [0], config.batch_size, stream=2, next_observations=False)
         return [Phase("returns", config.returns_steps, drawn, self.returns_update, finish=self._shape, evaluates=False)]
 
     def returns_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         steps = self.config.returns_steps
         self._set_rates({"returns": RETURNS_LR}, 0.0, self.returns_done, steps)
+        rows = batch["row"]
         told = self.returns(self.seen(batch["observations"])).squeeze(-1)
-        error = told.detach() - self.to_go[batch["row"]]
+        with torch.no_grad():
+            beyond = self.returns(self.seen(self.ends[self.store.episode_ids[rows]])).squeeze(-1)
+        error = told.detach() - self.to_go[rows] - self.left[rows] * beyond
         self._descend("returns", told, error * (2 / error.shape[1]))
         self.returns_done += 1
         return {"returns_error": error.square().mean(1).expand(len(self.seeds))}

@@ -47,7 +47,7 @@ HEAD = (
 
 
 def export(run: str | Path, out: str | Path | None = None, *, note: str = "") -> dict[str, Any]:
-    """What a run showed, as a small dict; written to `out` where given: a .json file, or a folder for RUN's name.json."""
+    """What a run showed, as a small dict; written to `out` where given: a .json file, or a folder for NAME.json."""
     (found,) = read_runs([run])
     config, info = found.config, found.info
     row, task, _ = names_of([found], read_sweep(found.path.parent)[0])[found.path]
@@ -71,9 +71,7 @@ def export(run: str | Path, out: str | Path | None = None, *, note: str = "") ->
         "seconds": info.get("seconds"),
         "status": info.get("status"),
         "note": note,
-        "scores": [
-            {"env": group.env, "settings": group.settings, **_score(group)} for group in found.evaluations
-        ],
+        "scores": [{"env": group.env, "settings": group.settings, **_score(group)} for group in found.evaluations],
     }
     if out is not None:
         path = Path(out)
