@@ -16,7 +16,7 @@ from replaylab import envs, scores
 from replaylab.algos.dqn import DQN, STACK, Config, Ring, n_step
 from replaylab.collect import atari as collector
 from replaylab.collect.atari import collect_atari
-from replaylab.data.formats import dqn_replay
+from replaylab.data.formats import dqn_log, dqn_replay
 from replaylab.envs import atari
 from replaylab.errors import DataError, UsageError
 from replaylab.models.pixels import NatureCNN
@@ -434,7 +434,7 @@ def test_other_settings_do_not_continue_a_killed_run(tmp_path: Path, monkeypatch
 
 
 def test_collector_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = dqn_replay.save_gzip
+    real = dqn_log.save_gzip
     written = []
 
     def full(file: Path, *args: Any) -> None:
@@ -443,7 +443,7 @@ def test_collector_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise OSError(28, "No space left on device")
         real(file, *args)
 
-    monkeypatch.setattr(dqn_replay, "save_gzip", full)
+    monkeypatch.setattr(dqn_log, "save_gzip", full)
     with pytest.raises(DataError, match="No space left"):
         collect_atari("pong", 240, tmp_path / "Pong", **QUICK)
     assert len(dqn_replay.read(tmp_path / "Pong")) == 100  # the first chapter

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from replaylab.data.episodes import Episodes, from_rows
-from replaylab.data.formats import dqn_replay, native
+from replaylab.data.formats import dqn_log, dqn_replay, native
 from replaylab.data.formats.common import Options
 from replaylab.data.sample import FrameStacks, Store
 from replaylab.errors import DataError, UsageError
@@ -173,7 +173,7 @@ def test_every_folder_of_the_tree_will_do(logs: Path) -> None:
 
 
 def test_parts_of_a_log(tmp_path: Path) -> None:
-    log = dqn_replay.Log(tmp_path, rows_per_file=60)
+    log = dqn_log.Log(tmp_path, rows_per_file=60)
     for i in range(12):
         frames = np.full((17, 84, 84), i + 1, np.uint8)
         log.add(frames, np.zeros(17, np.int64), np.zeros(17), truncated=False)
@@ -214,7 +214,7 @@ def test_checkpoints_are_unfolded_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the order of their numbers, whoever finishes first; and the user is told what takes so long."""
-    log = dqn_replay.Log(tmp_path, rows_per_file=1)
+    log = dqn_log.Log(tmp_path, rows_per_file=1)
     for number in range(1, 8):
         length = 30 - 4 * number
         log.add(np.full((length, 84, 84), number, np.uint8), np.arange(length) % 3, np.zeros(length), number == 3)
@@ -231,7 +231,7 @@ def test_checkpoints_are_unfolded_side_by_side(
 
 
 def test_one_bad_file_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = dqn_replay.Log(tmp_path, rows_per_file=1)
+    log = dqn_log.Log(tmp_path, rows_per_file=1)
     for number in range(1, 8):
         log.add(np.full((40, 84, 84), number, np.uint8), np.zeros(40, int), np.zeros(40), False)
     rewrite(tmp_path / "$store$_observation_ckpt.0.gz", np.zeros((43, 84, 85), np.uint8))
@@ -274,7 +274,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_files_are_dopamines(tmp_path: Path) -> None:
     """Read back with nothing but gzip and numpy, as other readers do."""
-    log = dqn_replay.Log(tmp_path, rows_per_file=100)
+    log = dqn_log.Log(tmp_path, rows_per_file=100)
     for length in (5, 4):
         log.add(np.full((length, 84, 84), 9, np.uint8), np.full(length, 2), np.full(length, 7.0), truncated=False)
     log.close()
@@ -296,10 +296,10 @@ def test_files_are_dopamines(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_whole_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = dqn_replay.Log(tmp_path, rows_per_file=10)
+    log = dqn_log.Log(tmp_path, rows_per_file=10)
     episode = (np.full((8, 84, 84), 5, np.uint8), np.zeros(8, int), np.zeros(8), False)
     log.add(*episode)
-    real = dqn_replay.save_gzip
+    real = dqn_log.save_gzip
 
     def full(file: Path, *args: object) -> None:
         if "terminal" in file.name:
@@ -307,7 +307,7 @@ def test_a_full_disk_leaves_whole_checkpoints(tmp_path: Path, monkeypatch: pytes
             raise OSError(28, "No space left on device")
         real(file, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(dqn_replay, "save_gzip", full)
+    monkeypatch.setattr(dqn_log, "save_gzip", full)
     with pytest.raises(DataError, match="No space left"):
         log.add(*episode)
     assert len(list(tmp_path.iterdir())) == 6
@@ -315,10 +315,10 @@ def test_a_full_disk_leaves_whole_checkpoints(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_full_disk_leaves_the_episodes_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = dqn_replay.Log(tmp_path, rows_per_file=10_000)
+    log = dqn_log.Log(tmp_path, rows_per_file=10_000)
     for number in range(1, 9):
         log.add(np.full((7, 84, 84), number, np.uint8), np.zeros(7, int), np.zeros(7), number == 2)
-    real = dqn_replay.save_gzip
+    real = dqn_log.save_gzip
 
     def full(file: Path, pieces: list[np.ndarray], level: int) -> None:
         if "observation" in file.name and sum(map(len, pieces)) > 50:
@@ -326,7 +326,7 @@ def test_a_full_disk_leaves_the_episodes_that_fit(tmp_path: Path, monkeypatch: p
             raise OSError(28, "No space left on device")
         real(file, pieces, level)
 
-    monkeypatch.setattr(dqn_replay, "save_gzip", full)
+    monkeypatch.setattr(dqn_log, "save_gzip", full)
     with pytest.raises(DataError, match=r"4 of 8 episodes of ckpt\.0 could be written, .*No space left"):
         log.close()
     assert not list(tmp_path.glob("*.part"))

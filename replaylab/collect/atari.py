@@ -31,7 +31,7 @@ from replaylab.algos.dqn import Config as DQNConfig
 from replaylab.collect import recipe
 from replaylab.config import knob, resolve
 from replaylab.data.formats import dqn_replay
-from replaylab.data.formats.dqn_replay import Log
+from replaylab.data.formats.dqn_log import Log
 from replaylab.envs import atari
 from replaylab.errors import UsageError
 from replaylab.evaluate import pick_device, rollout

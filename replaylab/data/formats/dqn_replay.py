@@ -39,26 +39,15 @@ import numpy as np
 from replaylab.data.episodes import Episodes
 from replaylab.data.formats import native
 from replaylab.data.formats.common import Options
+from replaylab.data.formats.dqn_log import FRAME, PADDING, SIX, STACK, STORES, TRUNCATED, Log, file_of
 from replaylab.errors import DataError, UsageError
 from replaylab.progress import Progress
 
-FRAME = (84, 84)
-STACK = 4
-PADDING = STACK - 1  # blank rows before an episode
 MAX_STEPS = 27_000  # Dopamine's limit on an episode
 MAX_ROWS = 4_000_000  # a checkpoint; the published ones have a million
 PIECE = 1024  # rows unfolded at a time
 VERSION = 2  # of what an extraction holds
 
-# name -> dtype and shape after the rows
-STORES: dict[str, tuple[str, tuple[int, ...]]] = {
-    "$store$_observation": ("|u1", FRAME),
-    "$store$_action": ("<i4", ()),
-    "$store$_reward": ("<f4", ()),
-    "$store$_terminal": ("|u1", ()),
-}
-TRUNCATED = "$store$_truncated"
-SIX = (*STORES, "add_count", "invalid_range")
 _FILE = re.compile(r"(?:\$store\$_(?:observation|action|reward|terminal)|add_count|invalid_range)_ckpt\.(\d+)\.gz")
 
 # how many actions a game has; the logs do not say, and a rare action may be missing from a part of one
@@ -101,13 +90,9 @@ def _checkpoints(folder: Path, last: int | None) -> list[int]:
     numbers = numbers[-last:] if last else numbers
     for number in numbers:
         for name in SIX:
-            if not _file(folder, name, number).is_file():
-                raise DataError(f"{_file(folder, name, number).name} is missing; a checkpoint is six files")
+            if not file_of(folder, name, number).is_file():
+                raise DataError(f"{file_of(folder, name, number).name} is missing; a checkpoint is six files")
     return numbers
-
-
-def _file(folder: Path, name: str, number: int) -> Path:
-    return folder / f"{name}_ckpt.{number}.gz"
 
 
 def _about(folder: Path) -> dict[str, Any]:
@@ -152,7 +137,7 @@ def read(
     if folder is None:
         raise DataError("no DQN-replay logs: no file is named like $store$_observation_ckpt.0.gz")
     numbers = _checkpoints(folder, checkpoints)
-    files = [_file(folder, name, number) for number in numbers for name in (*SIX, TRUNCATED)]
+    files = [file_of(folder, name, number) for number in numbers for name in (*SIX, TRUNCATED)]
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     choice = [VERSION, stamps, max_steps, episodes_per_checkpoint]
     key = hashlib.sha256(json.dumps(choice).encode()).hexdigest()[:16]
@@ -303,10 +288,10 @@ def _unfold(folder: Path, part: Part, aside: Path, tell: Callable[[int], None]) 
 
 def _columns(folder: Path, number: int) -> tuple[np.ndarray, ...]:
     """Actions, rewards, terminal and, where we wrote it, truncated."""
-    actions, rewards, terminal = (_array(_file(folder, name, number), *STORES[name]) for name in list(STORES)[1:])
+    actions, rewards, terminal = (_array(file_of(folder, name, number), *STORES[name]) for name in list(STORES)[1:])
     told = np.zeros_like(terminal)
-    if _file(folder, TRUNCATED, number).is_file():
-        told = _array(_file(folder, TRUNCATED, number), "|u1", ())
+    if file_of(folder, TRUNCATED, number).is_file():
+        told = _array(file_of(folder, TRUNCATED, number), "|u1", ())
     sizes = {len(column) for column in (actions, rewards, terminal, told)}
     if len(sizes) > 1:
         raise DataError(f"the files of ckpt.{number} have {' and '.join(map(str, sorted(sizes)))} rows")
@@ -325,8 +310,8 @@ def _stretches(folder: Path, number: int, rows: int, seen: Counter[str]) -> list
     one stale row at its end; a stretch that short is left out. `invalid_range`, the rows around the cursor that a
     sampler must avoid, follows from the cursor: it must be there and readable, but it tells nothing new.
     """
-    count = _array(_file(folder, "add_count", number))
-    _array(_file(folder, "invalid_range", number))
+    count = _array(file_of(folder, "add_count", number))
+    _array(file_of(folder, "invalid_range", number))
     if count.size != 1 or count.dtype.kind not in "iu" or int(count.reshape(())) < 1:
         raise DataError(f"add_count_ckpt.{number}.gz does not hold a positive number")
     added = int(count.reshape(()))
@@ -401,7 +386,7 @@ def _array(file: Path, dtype: str | None = None, shape: tuple[int, ...] = ()) ->
 
 def _frames(folder: Path, number: int, rows: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
     """(first row, frames) in pieces, up to row `stop`."""
-    file = _file(folder, "$store$_observation", number)
+    file = file_of(folder, "$store$_observation", number)
     with _naming(file), gzip.open(file) as stream:
         shape, dtype = _header(stream)
         if dtype != np.uint8 or shape != (rows, *FRAME):
@@ -430,69 +415,3 @@ def write(episodes: Episodes, path: Path) -> None:
     log.close()
     about = {key: episodes.meta[key] for key in ("env_id", "num_actions", "recipe") if key in episodes.meta}
     (path / "recipe.json").write_text(json.dumps(about, indent=1))
-
-
-class Log:
-    """Whole episodes, one after another, into checkpoints of at least `rows_per_file` rows."""
-
-    def __init__(self, folder: Path, rows_per_file: int, level: int = 1, number: int = 0):
-        self.folder, self.rows_per_file, self.level, self.number = folder, rows_per_file, level, number
-        self.rows = 0
-        self.pieces: dict[str, list[np.ndarray]] = {name: [] for name in (*STORES, TRUNCATED)}
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def add(self, frames: np.ndarray, actions: np.ndarray, rewards: np.ndarray, truncated: bool) -> None:
-        """One episode; `truncated`: it did not end by game over."""
-        end = np.arange(1, len(frames) + 1) == len(frames)
-        values = (frames, actions, rewards.clip(-1, 1), end, end & truncated)
-        for (name, pieces), value in zip(self.pieces.items(), values, strict=True):
-            value = value.astype(STORES.get(name, ("|u1", ()))[0], copy=False)
-            pieces += [np.zeros((PADDING, *value.shape[1:]), value.dtype), value]
-        self.rows += PADDING + len(frames)
-        if self.rows >= self.rows_per_file:
-            self.close()
-
-    def close(self) -> None:
-        """Write what is pending as one checkpoint; on a full disk, as many of its episodes as fit."""
-        if self.rows == 0:
-            return
-        pending = len(self.pieces[TRUNCATED]) // 2  # episodes: each is a piece of padding and one of rows
-        keep = pending
-        while keep:
-            try:
-                self._write({name: pieces[: 2 * keep] for name, pieces in self.pieces.items()})
-                break
-            except OSError as problem:
-                error, keep = problem, keep * 3 // 4
-        if keep < pending:
-            what = f"{keep} of {pending} episodes of ckpt.{self.number} could be written, all before it are whole"
-            raise DataError(f"{self.folder}: {what}: {error}") from error
-        self.pieces = {name: [] for name in self.pieces}
-        self.rows, self.number = 0, self.number + 1
-
-    def _write(self, columns: dict[str, list[np.ndarray]]) -> None:
-        rows = sum(map(len, columns[TRUNCATED]))
-        if not any(piece.any() for piece in columns[TRUNCATED]):
-            del columns[TRUNCATED]
-        columns["add_count"] = [np.array(rows)]
-        columns["invalid_range"] = [(np.arange(STACK + 1) - 1) % rows]  # around the cursor, which is at row 0
-        parts = {name: self.folder / f".{name}.part" for name in columns}
-        try:
-            for name, pieces in columns.items():
-                save_gzip(parts[name], pieces, self.level)
-            for name, part in parts.items():
-                os.replace(part, _file(self.folder, name, self.number))
-        finally:
-            for part in parts.values():  # no half checkpoint may stay
-                part.unlink(missing_ok=True)
-
-
-def save_gzip(file: Path, pieces: list[np.ndarray], level: int) -> None:
-    """One array, given in pieces along its first axis, as Dopamine stores it. The same array gives the same bytes."""
-    first = pieces[0]
-    shape = (sum(len(piece) for piece in pieces), *first.shape[1:]) if first.ndim else ()
-    with file.open("wb") as out, gzip.GzipFile("", "wb", level, out, mtime=0) as stream:
-        header = {"descr": first.dtype.str, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(stream, header)
-        for piece in pieces:
-            stream.write(piece.tobytes())
