@@ -115,7 +115,8 @@ _PAPER = {
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
     "antmaze": _PAPER | _MAZE | {"eval_episodes": 50},
-    "maze": _MAZE | {"twins": "mean", "ensemble": 10},  # a shorter schedule; with the lesser twin V falls below -100
+    # a shorter schedule. With the lesser twin V falls below -100; without a floor under the weights guidance shatters
+    "maze": _MAZE | {"twins": "mean", "ensemble": 10, "least_weight": 0.02, "guidance": 4.0},
     "toy": {  # a minute on a CPU
         "behavior_steps": 2000, "critic_steps": 2000, "behavior_batch": 256, "behavior_width": 64, "behavior_lr": 2e-3,
         "batch_size": 256, "noise_copies": 2, "hidden": [64, 64], "guide_hidden": [64, 64, 64], "value_lr": 2e-3,
