@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from gymnasium.utils import EzPickle
 
-from replaylab.envs.d4rl import BatchVectorEnv, load_model, mujoco, rk4_is_classical, step_rk4
+from replaylab.envs.d4rl import BatchVectorEnv, advance, load_model, rk4_is_classical
 from replaylab.envs.maze import RADIUS, ROBOTS, Cell, Layout, MazeEnv
 
 SPREAD = 1.0, 0.5  # a goal is off the middle of its cell by the sum of two draws between 0 and these, along each axis
@@ -69,12 +69,7 @@ class D4RLAntMazeEnv(MazeEnv):
         self.own_rk4 = not rk4_is_classical()
 
     def _step_mujoco_simulation(self, ctrl: np.ndarray, n_frames: int) -> None:
-        self.data.ctrl[:] = ctrl
-        if self.own_rk4:
-            for _ in range(n_frames):
-                step_rk4(self.model, self.data)
-        else:
-            mujoco.mj_step(self.model, self.data, nstep=n_frames)
+        advance(self, ctrl, n_frames)
 
     def reset_model(self) -> np.ndarray:
         cells = self._asked.get("start", START), self._asked.get("goal", self.layout.goal)

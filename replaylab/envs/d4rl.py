@@ -238,6 +238,16 @@ def step_rk4(model: Any, data: Any) -> None:
     data.qpos[:], data.qvel[:] = rk4(model, data.qpos.copy(), data.qvel.copy(), accelerate)
 
 
+def advance(env: Any, ctrl: Array, n_frames: int) -> None:
+    """The physics of one environment; `env.own_rk4`: with our integrator."""
+    env.data.ctrl[:] = ctrl
+    if env.own_rk4:
+        for _ in range(n_frames):
+            step_rk4(env.model, env.data)
+    else:
+        mujoco.mj_step(env.model, env.data, nstep=n_frames)
+
+
 # --- the environments -------------------------------------------------------------------------------------------
 
 
@@ -264,12 +274,7 @@ class D4RLEnv(MujocoEnv, EzPickle):
         return model, mujoco.MjData(model)
 
     def _step_mujoco_simulation(self, ctrl: Array, n_frames: int) -> None:
-        self.data.ctrl[:] = ctrl
-        if self.own_rk4:
-            for _ in range(n_frames):
-                step_rk4(self.model, self.data)
-        else:
-            mujoco.mj_step(self.model, self.data, nstep=n_frames)
+        advance(self, ctrl, n_frames)
 
     def _x(self) -> Any:
         return self.data.xpos[1, 0] if self.robot.torso_speed else self.data.qpos[0]
