@@ -56,6 +56,8 @@ def test_train_eval_report(log, tmp_path, capsys):
     assert run(capsys, "report", out, "--out", str(tmp_path / "r.html"))[0] == 0
     rows = json.loads(run(capsys, "report", out, "--json")[1])
     assert rows[0]["system"] == "bc"
+    code, _, err = run(capsys, "eval", out, "--noise-rate", "0.5")
+    assert code == 2 and "--noise-rate needs --noise-action" in err
     code, _, err = run(capsys, "eval", out)
     assert code == 2 and "name one with --env" in err
     code, _, err = run(capsys, "eval", out, "--env", "d4rl/hopper")

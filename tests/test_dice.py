@@ -565,6 +565,10 @@ def test_every_preset_is_of_known_settings():
 # --- the bandit
 
 
+def test_the_bandit_takes_its_own_preset():
+    assert dice.usual_preset(toy_bandit(10, 0)) == "toy" and dice.usual_preset(make_episodes()) is None
+
+
 def test_the_bandit():
     log = toy_bandit(20_000, 1)
     radius = np.linalg.norm(log.actions, axis=1)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -552,6 +553,8 @@ def test_an_ensemble_that_predicts_nothing_is_one_line():
         ({"rollout_length": 0}, "rollout_length"),
         ({"retain": 0}, "retain"),
         ({"percentile": 0.0}, "percentile"),
+        ({"penalty_coef": math.nan}, "penalty_coef must be a number"),
+        ({"uncertainty_coef": -1.0}, "uncertainty_coef must be"),
     ],
 )
 def test_bad_settings(settings, complaint):

@@ -8,7 +8,7 @@
 
 Guidance keeps the candidates where data is, so the choice by Q is one among actions that Q knows. The behaviour and the
 values know nothing of each other: they are trained in turn, side by side, or in separate runs. Everything about acting
-is chosen afterwards. The networks are in `models/score.py`, the sampler is `models/solver.py`.
+is chosen afterwards: `diffusion_dice_acting.py`. The networks are in `models/score.py`, the sampler is `models/solver.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from replaylab.algos import Normalizer, Phase, Spaces
+from replaylab.algos.diffusion_dice_acting import Sampling
 from replaylab.config import knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.rewards import RULES, name_of, tuned_rewards
@@ -32,10 +33,9 @@ from replaylab.errors import UsageError
 from replaylab.models.adam import adam
 from replaylab.models.draws import keys, normal, uniforms
 from replaylab.models.mlp import MLP, generators
-from replaylab.models.score import GuideNet, ScoreNet, guided_sample
-from replaylab.models.sdice import AGGREGATES, TWINS, Critics, Value, aggregated, guide_loss, value_loss, weights
-from replaylab.models.solver import LAST, ORDERS, blend, plan
-from replaylab.step import Graph
+from replaylab.models.score import GuideNet, ScoreNet
+from replaylab.models.sdice import AGGREGATES, TWINS, Critics, Value, guide_loss, value_loss, weights
+from replaylab.models.solver import LAST, ORDERS, blend
 
 SHAPES_KEPT = 4  # batch shapes whose captured samplers are kept
 RETURNS_LR = 1e-3  # of the estimate of the data's return
@@ -141,55 +141,6 @@ def usual_guidance(name: str) -> float:
     if "maze" in name:
         return 4.0 if "large" in name else 2.0 if "medium" in name else 1.0
     return 1.0 if "toy-bandit" in name else 2.0 if "expert" in name else 4.0
-
-
-# --- acting
-
-
-class Sampling:
-    """One way of acting, for one shape of batch: states in, chosen actions out; on CUDA one captured graph."""
-
-    def __init__(self, agent: Agent, rows: int):
-        self.agent, config = agent, agent.config
-        members, device = len(agent.seeds), agent.device
-        self.candidates = 1 if agent.guide is None else config.candidates
-        self.plan = plan(config.solver_steps, config.solver_order)
-        self.guide = None if config.guidance == 0 else agent.guide
-        self.scale = agent.usual_guidance if config.guidance is None else torch.tensor(config.guidance, device=device)
-        self.states = torch.zeros(members, rows, agent.sizes[0], device=device)
-        self.noise = torch.zeros(members, rows * self.candidates, agent.sizes[1], device=device)
-        self.races = torch.zeros(members, rows, self.candidates, device=device)  # exponential clocks of the softmax
-        self.actions = torch.zeros(members, rows, agent.sizes[1], device=device)
-        self.graph = Graph(self._body, device)
-
-    def __call__(self, states: Tensor) -> Tensor:
-        self.states.copy_(states)
-        self.noise.normal_()
-        if self.agent.config.filter == "softmax":
-            self.races.exponential_()
-        self.graph()
-        return self.actions.clone()
-
-    def _body(self) -> None:
-        agent, config = self.agent, self.agent.config
-        states = agent.seen(self.states)
-        actions = guided_sample(agent.acting_score, self.guide, self.scale, states, self.noise, self.plan)
-        if config.clip_actions == "before":
-            actions = actions.clamp(agent.low, agent.high)
-        if self.candidates > 1:
-            actions = self.choose(states, actions)
-        if config.clip_actions == "after":
-            actions = actions.clamp(agent.low, agent.high)
-        self.actions.copy_(actions)
-
-    def choose(self, states: Tensor, actions: Tensor) -> Tensor:  # -> (seeds, rows, action)
-        agent, config = self.agent, self.agent.config
-        values = agent.critics.judge(states.repeat_interleave(self.candidates, 1), actions)  # (seeds, judges, ...)
-        score = aggregated(values, config.aggregate).view(self.races.shape)
-        if config.filter == "softmax":  # the largest of score / temperature + Gumbel noise is a draw
-            score = score / config.temperature - self.races.log()
-        best = score.argmax(-1)[..., None, None].expand(-1, -1, 1, actions.shape[-1])
-        return actions.view(*self.races.shape, -1).gather(2, best)[:, :, 0]
 
 
 class Agent(nn.Module):

@@ -1,0 +1,59 @@
+"""How a trained Diffusion-DICE acts: draw candidates with score and guidance, keep the one that Q likes best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replaylab.models.score import guided_sample
+from replaylab.models.sdice import aggregated
+from replaylab.models.solver import plan
+from replaylab.step import Graph
+
+
+class Sampling:
+    """One way of acting, for one shape of batch: states in, chosen actions out; on CUDA one captured graph."""
+
+    def __init__(self, agent: Any, rows: int):
+        self.agent, config = agent, agent.config
+        members, device = len(agent.seeds), agent.device
+        self.candidates = 1 if agent.guide is None else config.candidates
+        self.plan = plan(config.solver_steps, config.solver_order)
+        self.guide = None if config.guidance == 0 else agent.guide
+        self.scale = agent.usual_guidance if config.guidance is None else torch.tensor(config.guidance, device=device)
+        self.states = torch.zeros(members, rows, agent.sizes[0], device=device)
+        self.noise = torch.zeros(members, rows * self.candidates, agent.sizes[1], device=device)
+        self.races = torch.zeros(members, rows, self.candidates, device=device)  # exponential clocks of the softmax
+        self.actions = torch.zeros(members, rows, agent.sizes[1], device=device)
+        self.graph = Graph(self._body, device)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        self.states.copy_(states)
+        self.noise.normal_()
+        if self.agent.config.filter == "softmax":
+            self.races.exponential_()
+        self.graph()
+        return self.actions.clone()
+
+    def _body(self) -> None:
+        agent, config = self.agent, self.agent.config
+        states = agent.seen(self.states)
+        actions = guided_sample(agent.acting_score, self.guide, self.scale, states, self.noise, self.plan)
+        if config.clip_actions == "before":
+            actions = actions.clamp(agent.low, agent.high)
+        if self.candidates > 1:
+            actions = self.choose(states, actions)
+        if config.clip_actions == "after":
+            actions = actions.clamp(agent.low, agent.high)
+        self.actions.copy_(actions)
+
+    def choose(self, states: Tensor, actions: Tensor) -> Tensor:  # -> (seeds, rows, action)
+        agent, config = self.agent, self.agent.config
+        values = agent.critics.judge(states.repeat_interleave(self.candidates, 1), actions)  # (seeds, judges, ...)
+        score = aggregated(values, config.aggregate).view(self.races.shape)
+        if config.filter == "softmax":  # the largest of score / temperature + Gumbel noise is a draw
+            score = score / config.temperature - self.races.log()
+        best = score.argmax(-1)[..., None, None].expand(-1, -1, 1, actions.shape[-1])
+        return actions.view(*self.races.shape, -1).gather(2, best)[:, :, 0]
