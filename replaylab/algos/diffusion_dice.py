@@ -8,7 +8,7 @@
 
 Guidance keeps the candidates where data is, so the choice by Q is one among actions that Q knows. The behaviour and the
 values know nothing of each other: they are trained in turn, side by side, or in separate runs. Everything about acting
-is chosen afterwards: `diffusion_dice_acting.py`. The networks are in `models/score.py`, the sampler is `models/solver.py`.
+is chosen afterwards (`diffusion_dice_acting.py`). Networks are in `models/score.py`, the sampler in `models/solver.py`.
 """
 
 from __future__ import annotations
