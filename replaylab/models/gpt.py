@@ -75,6 +75,14 @@ class LayerNorm(nn.Module):
         return torch.addcmul(self.bias[:, None], F.layer_norm(x, x.shape[-1:]), self.weight[:, None])
 
 
+class Exact(Linear):
+    """A layer whose inputs are measured numbers: bfloat16 would round a return of 3600 to the next sixteen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x)
+
+
 class Conv(nn.Module):
     """Kernels of one convolution a member; PyTorch's default initialisation."""
 
@@ -158,13 +166,13 @@ class DecisionTransformer(nn.Module):
         if pixels:
             self.embed_state: nn.Module = Frames(generators, shape.observation[0], width)
         else:
-            self.embed_state = Linear(generators, shape.observation[0], width)
+            self.embed_state = Exact(generators, shape.observation[0], width)
         if shape.returns:
-            self.embed_return = Linear(generators, 1, width)
+            self.embed_return = Exact(generators, 1, width)
         if shape.discrete:
             self.embed_action: nn.Module = Table(generators, shape.actions, width, 0.02 if squash else 1.0)
         else:
-            self.embed_action = Linear(generators, shape.actions, width)
+            self.embed_action = Exact(generators, shape.actions, width)
         self.embed_timestep = Table(generators, shape.max_timestep, width, 0.0 if squash else shape.timestep_std)
         if squash:
             self.embed_place = Table(generators, tokens, width, 0.0)
