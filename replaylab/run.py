@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,11 @@ class RunFolder:
             with contextlib.suppress(DataError):
                 return load_tensors(path / "weights.safetensors")
         raise DataError(f"{self.path} has no readable checkpoint")
+
+
+def command_line() -> str:
+    """The command that this process was started with, as a user would type it."""
+    return " ".join([Path(sys.argv[0]).name.replace("__main__.py", "replaylab"), *sys.argv[1:]])
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from replaylab.data.sample import BLOCK
 from replaylab.errors import DataError, ReplaylabError, UsageError, nearest
 from replaylab.evaluate import check_spaces, evaluate_agent, pick_device, summary
 from replaylab.progress import Progress, duration
-from replaylab.run import RunFolder, machine
+from replaylab.run import RunFolder, command_line, machine
 from replaylab.step import Stepper
 from replaylab.track import TRACKERS, open_trackers
 
@@ -215,7 +215,7 @@ class Trainer:
         self.began = self.saved = time.monotonic()
         self.track = open_trackers(options.track, folder.path, values)
         folder.write_info(
-            command=" ".join([Path(sys.argv[0]).name.replace("__main__.py", "replaylab"), *sys.argv[1:]]),
+            command=command_line(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             finished=None,
             seconds=0.0,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -253,6 +254,8 @@ def test_mazes_are_written_in_any_format(tmp_path, capsys):
     collect("pointmaze-umaze", tmp_path / "m", steps=50, format="npz", compact=True)
     log = load(tmp_path / "m", format="npz")
     assert len(log) >= 50 and log.meta["rounded_to_bits"] == 14
+    with zipfile.ZipFile(tmp_path / "m") as archive:  # small is what it is for
+        assert {member.compress_type for member in archive.infolist()} == {zipfile.ZIP_LZMA}
 
 
 def test_rounding_is_small_and_compresses(episodes):

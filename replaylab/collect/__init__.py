@@ -20,6 +20,7 @@ from replaylab.config import resolve
 from replaylab.data.episodes import Episodes, concatenate
 from replaylab.data.write import check_target, save
 from replaylab.errors import DataError, UsageError
+from replaylab.run import command_line
 
 SHORT = {"swimmer": "Swimmer-v5", "pendulum": "Pendulum-v1"}
 LEVELS = ("random", "medium", "medium-replay", "full-replay", "expert", "medium-expert", "mixed")
@@ -155,7 +156,7 @@ def recipe(config: Any, seed: int) -> dict[str, Any]:
         if name in sys.modules:
             versions[name] = getattr(sys.modules[name], "__version__", "?")
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
         "settings": vars(config),
