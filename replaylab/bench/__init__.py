@@ -44,12 +44,12 @@ def bench(
     where = pick_device(device)
     if where.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    found = []
+    found: list[dict[str, Any]] = []
+    result = {"machine": machine(where), "rows": found}
     for case, run in chosen.items():
         for what, figure, unit in run(where):
             found.append({"case": case, "what": what, "figure": figure, "unit": unit})
             print(f"{case:12s} {what:75s} {figure:12,.4g} {unit}", flush=True)
-    result = {"machine": machine(where), "rows": found}
-    if json_path:
-        Path(json_path).write_text(json.dumps(result, indent=1))
+            if json_path:  # now: whoever stops the rest keeps what was measured
+                Path(json_path).write_text(json.dumps(result, indent=1))
     return result
