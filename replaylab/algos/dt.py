@@ -72,6 +72,7 @@ _ATARI = {
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "gym": {},  # the defaults
+    "strong": {"lr": 8e-4, "lr_decay": True},  # what benchmarks/RESULTS.md shows
     "quick": {"steps": 6_000, "lr": 1e-3, "warmup_steps": 300, "lr_decay": True},  # half an hour on a core
     "atari": _ATARI,  # 5 epochs of 500,000 rows
     "pong": _ATARI | {"steps": 5_000, "batch_size": 512, "context": 50},
