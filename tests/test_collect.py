@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import zipfile
 
 import numpy as np
 import pytest
@@ -253,15 +252,13 @@ def test_unknown_environments_list_the_known_ones(tmp_path):
 def test_mazes_are_written_in_any_format(tmp_path, capsys):
     collect("pointmaze-umaze", tmp_path / "m", steps=50, format="npz", compact=True)
     log = load(tmp_path / "m", format="npz")
-    assert len(log) >= 50 and log.meta["rounded_to_bits"] == 14
-    with zipfile.ZipFile(tmp_path / "m") as archive:  # small is what it is for
-        assert {member.compress_type for member in archive.infolist()} == {zipfile.ZIP_LZMA}
+    assert len(log) >= 50 and log.meta["rounded_to_bits"] == 12
 
 
 def test_rounding_is_small_and_compresses(episodes):
     short = rounded(episodes)
-    np.testing.assert_allclose(short.observations, episodes.observations, rtol=2**-14)
-    assert (short.observations.view(np.uint32) & 0x1FF == 0).all() and json.dumps(short.meta)
+    np.testing.assert_allclose(short.observations, episodes.observations, rtol=2**-12)
+    assert (short.observations.view(np.uint32) & 0x7FF == 0).all() and json.dumps(short.meta)
 
 
 def test_going_on_with_what_was_cut_short(tmp_path, capsys):

@@ -2,46 +2,165 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from glob import glob
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
+import yaml
+from conftest import make_episodes
 
-from replaylab.cli import build
+from replaylab import distributed, load, save
+from replaylab.algos import dt
+from replaylab.cli import build, main
 from replaylab.cli.parser import _leaf, _options
+from replaylab.offpolicy import Budget
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "README.ko.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+# Added to a command that begins so, to make it short: on a command line the last one wins.
+FEW = "--eval-every -1 --final-episodes 1"
+IMAGINE = f"{FEW} --steps 4 --max-epochs 1 --density-steps 4 --rollout-batch 20 --dynamics-hidden 16"
+DICE = f"{FEW} --behavior-steps 2 --behavior-batch 16 --critic-steps 2 --batch-size 16 --returns-steps 2 --candidates 4"
+DREAM = "--world-steps 2 --world-first 1 --world-batch 2 --rollout 4 --reward-steps 2 --agents 4 --hidden 8 --shrink 2"
+SAC = "--train-steps 64 --chapter 64 --environments 4 --warm-up 32 --eval-episodes 1 --hidden 16"
+SMALL = {
+    "train bc ": f"{FEW} --steps 4",
+    "train bcq": f"{FEW} --steps 4 --hidden 16 --vae-hidden 16 --act-samples 2",
+    "train dt": f"{FEW} --steps 2 --batch-size 4 --context 5 --layers 1",
+    "train gormpo": IMAGINE,
+    "train mopo": IMAGINE,
+    "train diffusion-dice --data Ant_maze": f"{DICE} --final-episodes 0",  # an ant plays its 1,000 steps to the end
+    "train diffusion-dice": DICE,
+    "train mbarc": f"{DREAM} --epochs 1 --random-steps 32 --collect-steps 32 --ppo-updates 1 --final-episodes 0",
+    "density fit": "--steps 4",
+    "eval runs/diffusion-dice": "--episodes 1 --guidance 0 1 --candidates 1 4 --solver-steps 5",  # of 96 combinations
+    "eval": "--episodes 1",
+    "data collect atari": "--steps 64 --environments 4 --eval-episodes 0",
+    "data collect pointmaze": "--steps 300",
+    "data collect": f"--steps 50 {SAC}",
+    "bench": "bc-update",
+}
+# A sweep's file instead of a command line. test_sweep.py reads these files whole; `make test` runs smoke.yaml whole.
+PLAN = {"systems": ["bc"], "settings": {"steps": 4, "final_episodes": 1, "eval_every": -1}}
+NOT_RUN = {  # a command that begins so is only parsed, because
+    "sweep benchmarks/locomotion.yaml --on ray": "it needs a Ray cluster, which test_sweep.py makes where there is Ray",
+}
 
-@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda p: p.name)
-def test_python_examples_run(page, tmp_path, monkeypatch):
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "```" in p.read_text()], ids=lambda p: p.name)
+def test_code_blocks_run(page, scratch):
     """The blocks of a page run one after another, as a reader would type them."""
-    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    provide(text)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+    assert 2 * len(blocks) == text.count("```")  # none is left out
     names: dict = {}
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, page.name, "exec"), names)
+    for language, block in blocks:
+        if language == "python":
+            if begins := re.match(r"# (\w+\.py)\n", block):  # it is shown as a file
+                Path(begins[1]).write_text(block)
+            exec(compile(block, page.name, "exec"), names)
+        elif language == "yaml":
+            run_settings(block, page.stem)
+        elif language != "text":  # what nobody types
+            assert not language
+            for line in block.replace("\\\n", "").splitlines():
+                run_line(line)
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """A folder to type commands in, where what no option makes short is short all the same."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    for name in ("QUICK", "FULL"):
+        monkeypatch.setattr(f"replaylab.offpolicy.{name}", Budget(2000, 30, (16, 16), 50))
+    # an untrained SAC passes for medium: candidate, chapters of medium and expert, returns of random and medium
+    monkeypatch.setattr("replaylab.collect.levels.choose", lambda online: (0, 0, 0, 0.0, 1.0))
+    monkeypatch.setattr("replaylab.envs.atari_rgb.MAX_STEPS", 50)
+    monkeypatch.setattr("replaylab.play.ThreadingHTTPServer.serve_forever", answer_once)
+    monkeypatch.setattr(dt, "Agent", dt.Agent)  # put back what replaylab.distributed changes
+
+
+def answer_once(server):
+    with ThreadPoolExecutor(1) as pool:
+        page = pool.submit(lambda: urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=20).read())
+        server.handle_request()
+        assert b"<canvas" in page.result()
+
+
+def provide(page: str) -> None:
+    """What the pages take for granted, a reader's logs and files of the repository, but for what this page makes."""
+    hopper = load("sample").select(range(40))
+    mine = replace(hopper, meta={})  # names no environment
+    ant = "Ant_maze_big-maze_noisy_multistart_True_multigoal_False_sparse_fixed.hdf5"
+    logs = dict.fromkeys(("hopper_medium-v2.hdf5", "hopper-medium", "data/hopper-medium", "data/hopper-expert"), hopper)
+    logs |= dict.fromkeys(("my-logs.npz", "log.npz", "logs.npz", "train.npz", "held-out.npz"), mine)
+    logs |= {"halfcheetah-medium": make_episodes((30,) * 10, 17, 6), ant: make_episodes((30,) * 10, 29, 8)}
+    made = re.findall(r"(?:--out|convert \S+) (\S+)", page)
+    for name in logs.keys() - made:
+        save(logs[name], name)
+    Path("trips.csv").write_text("x1,x2,a,r,trip_id\n" + "1,2,0.5,1.0,0\n" * 9 + "1,3,0.5,1.0,1\n" * 9)
+    Path("my-logs.csv").write_text("obs_0,obs_1,action,reward,done\n" + "1,2,0.5,1.0,0\n" * 9)
+    for name in ("dqn_replay/Breakout", "atari-log"):
+        shutil.copytree(ROOT / "tests" / "data" / "dqn_replay" / "Breakout", name)
+    shutil.copytree(ROOT / "configs", "configs")
+    Path("benchmarks").mkdir()
+    for path in (ROOT / "benchmarks").glob("*.yaml"):
+        plan = yaml.safe_load(path.read_text())
+        Path("benchmarks", path.name).write_text(yaml.safe_dump(plan | PLAN | {"datasets": plan["datasets"][:1]}))
+
+
+def run_line(line: str) -> None:
+    program, *words = shlex.split(line, comments=True) or [""]
+    if program == "replaylab":
+        run_ours([found for word in words for found in (sorted(glob(word)) if "*" in word else [word])])
+    elif program == "torchrun":  # as one process; test_distributed.py has two
+        distributed.main([*words[words.index("replaylab.distributed") + 1 :], *small("train dt")])
+    elif program == "make":  # it sets up .venv and runs all tests: only what it would do
+        subprocess.run(["make", "-n", "-C", ROOT, *words], check=True)
+    else:
+        subprocess.run(line.replace("tests/", f"{ROOT}/tests/"), shell=True, check=True)
+
+
+def run_ours(words: list[str]) -> None:
+    line = " ".join(words)
+    if any(line.startswith(start) for start in NOT_RUN):
+        assert callable(build(words).parse_args(words).run), line
+    elif "--help" in words:
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+    else:
+        assert main(["--debug", *words, *small(line)]) == 0, line
+
+
+def small(line: str) -> list[str]:
+    return next((words.split() for start, words in SMALL.items() if line.startswith(start)), [])
+
+
+def run_settings(text: str, system: str) -> None:
+    Path("block.yaml").write_text(text)
+    if "systems" in yaml.safe_load(text):
+        run_ours(["sweep", "block.yaml", "--dry-run", "--out", "sweeps/block"])
+    else:
+        run_ours(f"train {system} --data hopper-medium --config block.yaml --out runs/block".split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_commands_are_known(page):
-    """Every `replaylab ...` line of a code block parses. What `eval` takes depends on the run, which is not here."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.S | re.M)  # in pairs, whatever the language
-    for block in (text for language, text in fenced if not language):
-        for line in re.findall(r"^replaylab (.+?)(?:\s+#.*)?$", block, re.M):
-            for words in (part.removeprefix("replaylab ").split() for part in line.split(" ; ")):
-                assert words[0] == "eval" or "--help" in words or callable(build(words).parse_args(words).run), line
-        for line in re.findall(r"^torchrun .*-m replaylab\.distributed (.+)$", block, re.M):
-            words = ["train", *line.split()]
-            assert callable(build(words).parse_args(words).run), line
 
 
 def test_the_original_decision_transformers_flags_have_an_equivalent():

@@ -63,7 +63,7 @@ def _build_collect(inner: Any, words: Sequence[str]) -> None:
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     verb.add_argument("--to", metavar="FORMAT", help="format to write (default: from the name; a folder is native)")
     verb.add_argument(
-        "--compact", action="store_true", help="round to 14 bits and leave out extra columns: a small file"
+        "--compact", action="store_true", help="round to 12 bits (of 23) and leave out extra columns: a small file"
     )
     verb.add_argument("--overwrite", action="store_true")
     if "collect" not in words:  # the rest needs simulators

@@ -136,7 +136,7 @@ def _going_on(training: Path, asked: dict[str, Any], overwrite: bool) -> bool:
     return path.exists()
 
 
-def rounded(episodes: Episodes, bits: int = 14) -> Episodes:
+def rounded(episodes: Episodes, bits: int = 12) -> Episodes:
     """For shipping: floats with fewer bits of mantissa, which compress, and no extra columns."""
 
     def shorten(column: np.ndarray) -> np.ndarray:

@@ -40,7 +40,8 @@ def save(episodes: Episodes, path: str | Path, *, format: str | None = None, ove
 
 def check_target(path: Path, format: str | None, overwrite: bool) -> str:
     """The format that would be written to `path`; an error where nothing may be."""
-    name = format or SUFFIXES.get(path.suffix.lower())
+    suffix = "" if path.suffix[1:].isdigit() else path.suffix.lower()  # hopper-ood-1.4 is a name
+    name = format or SUFFIXES.get(suffix)
     if name not in WRITABLE:
         what = f"format '{name}' cannot be written" if name else f"'{path.name}' does not tell the format"
         raise UsageError(f"{path}: {what}{nearest(str(name), WRITABLE)}")

@@ -58,8 +58,7 @@ def write(episodes: Episodes, path: Path) -> None:
     arrays = {name: getattr(episodes, name) for name in (*COLUMNS, *EPISODE_COLUMNS)}
     arrays |= {where: episodes.extras[name] for name, where in extras.items()}
     arrays |= {where: episodes.attachments[name] for name, where in attachments.items()}
-    small = "rounded_to_bits" in episodes.meta  # rounded for its size: worth the slower compression, a quarter less
-    write_arrays(path, arrays | {INDEX: write_index(episodes, extras, attachments)}, small)
+    write_arrays(path, arrays | {INDEX: write_index(episodes, extras, attachments)})
 
 
 def take(arrays: Mapping[str, np.ndarray], name: Any) -> np.ndarray:
@@ -68,8 +67,8 @@ def take(arrays: Mapping[str, np.ndarray], name: Any) -> np.ndarray:
     return arrays[name]
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], small: bool = False) -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA if small else zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
@@ -97,8 +96,8 @@ def read_arrays(path: Path, notes: list[str]) -> dict[str, np.ndarray]:
 def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.dtype:
     """The dtype a member declares, after its declared shape has been found to fill the member exactly."""
     name = member.filename
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA):
-        raise DataError(f"{name} is compressed in a way that is not known here")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise DataError(f"{name} is compressed in a way NumPy does not write")
     with archive.open(member) as file:
         shape, dtype = read_header(name, file)
         start = file.tell()
