@@ -105,6 +105,7 @@ def serve(run: str | Path, port: int = 0, device: str = "auto") -> ThreadingHTTP
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"  # one connection for all frames
+        disable_nagle_algorithm = True  # else a frame waits 40 ms until its headers are acknowledged
 
         def _answer(self, code: int, body: bytes, kind: str, **headers: str) -> None:
             self.send_response(code)

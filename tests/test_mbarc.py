@@ -213,6 +213,112 @@ def test_judged_on_real_steps():
     assert found["confusion"] == [[0, 1, 1], [0, 2, 0], [0, 1, 1]] and found["steps"] == 6
     assert found["classes"]["positive"] == {"precision": 0.5, "recall": 0.5, "count": 2}
     assert found["frames"] == pytest.approx(2 / 6) == found["pixels"] == found["changed_pixels"]
+    assert found["still_pixels"] == 0
+
+
+class Rgb(Stub):
+    """The palette's stub in colours, one of the three intensities a little wrong at the left."""
+
+    shape = SimpleNamespace(pixels="rgb", stack=4)
+
+    def __init__(self, off):
+        self.off = torch.zeros(3, 2, 3, dtype=torch.uint8)
+        self.off[1, :, 0] = off
+
+    def predict(self, frames, actions):
+        told = frames[:, -3:] ^ self.off  # the newest frame again
+        return Prediction(told, actions * 0.0, torch.zeros(len(actions), 3), actions * 0.0, actions * 0.0)
+
+
+def test_colours_are_judged_by_the_pixel_however_they_are_told():
+    replay = small_replay()
+    replay.frames[44:50] = 64
+    replay.frames[49, 0, 0] = 72  # one pixel of the last frame changes, not its red
+    rows = np.arange(43, 49)
+    stills = [dreams.judge(Rgb(off), replay, rows) for off in (0, 1, 64)]
+    changed = (6 + 1) / 36  # the frame from 53 to 64, and the pixel
+    assert [s["still_pixels"] for s in stills] == [pytest.approx(1 - changed)] * 3
+    assert [s["pixels"] for s in stills] == pytest.approx([1 - changed, (29 - 9) / 36, (29 - 9) / 36])
+    assert stills[1]["near_pixels"] == stills[0]["near_pixels"] == stills[0]["pixels"] > stills[2]["near_pixels"]
+    assert [s["changed_pixels"] for s in stills] == [0.0] * 3
+    palette = dreams.judge(Stub(), replay, rows[:1] + 1)  # action 1: all pixels told as the next colour
+    assert palette["pixels"] == palette["near_changed_pixels"] == 0.0 and palette["still_pixels"] == 1.0
+
+
+# --- episodes that are held out
+
+
+def lanes_of(*lanes):
+    """A replay whose lanes hold games of so many steps; the last one of a lane still runs."""
+    replay = FrameReplay(len(lanes), 400, (2, 3), CPU)
+    for lane, games in enumerate(lanes):
+        for i, steps in enumerate(games):
+            play(replay, lane, 0, [0] * steps, terminal=i < len(games) - 1)
+    return replay
+
+
+def test_whole_episodes_are_held_out_but_no_more_than_needed():
+    none = np.zeros(0, np.int64)
+    for few in ([[30]], [[30]] * 3, [[20, 20, 20]], [[97, 1], [1], [1]]):  # too little would be left to learn from
+        assert len(dreams.hold_out(lanes_of(*few), none, 0, 0.05)) == 0, few
+    assert 0 not in dreams.hold_out(lanes_of([97], [1], [1], [1]), none, 0, 0.05)
+    assert len(dreams.hold_out(lanes_of(*[[30]] * 4), none, 0, 0.05)) == 1  # running games, one of four
+    assert len(dreams.hold_out(lanes_of(*[[30]] * 4), none, 0, 0.0)) == 0
+    short = lanes_of(*[[10] * 25] * 4)  # 100 games
+    held = dreams.hold_out(short, none, 0, 0.05)
+    assert len(held) == len(set(held)) == 5 and (np.diff(held) > 0).all()
+    assert dreams.hold_out(short, held, 60, 0.05).tolist() == held.tolist()  # enough
+    more = dreams.hold_out(short, held, 60, 0.1)
+    assert len(more) == 10 and set(held) < set(more) and min(set(more) - set(held)) >= 60  # new ones only
+    one = lanes_of([10] * 25)  # a game alone: what still runs would hold all that follows
+    assert 24 not in dreams.hold_out(one, none, 20, 0.25)
+
+
+@pytest.mark.parametrize("settings", [{}, {"fidelity": "original", "strategy": "progressive"}, {"strategy": "online"}])
+def test_held_out_episodes_never_train(monkeypatch, settings):
+    from replaylab.envs import atari_rgb
+
+    monkeypatch.setattr(atari_rgb, "MAX_STEPS", 9)  # many episodes
+    sizes = {"games": 8, "random_steps": 160, "collect_steps": 160, "epochs": 4, "world_batch": 32, "reward_batch": 64}
+    agent, env_id = make_agent(**sizes | {"world_steps": 60, "reward_steps": 30, "focal": True} | settings)
+    trained, judged, real, judge = set(), [], mbarc.real, mbarc.judge
+
+    def training(world, replay, rows):
+        trained.update(replay.segments[rows].tolist())
+        return real(world, replay, rows)
+
+    def judging(world, replay, rows):
+        assert all(map(torch.equal, world.parameters(), agent.world.parameters()))  # as trained so far
+        judged.append(rows)
+        return judge(world, replay, rows)
+
+    def update(batch):  # of either
+        next(agent.world.reward.parameters()).data.mul_(0.99)
+        return {}
+
+    monkeypatch.setattr(mbarc, "real", training)
+    monkeypatch.setattr(mbarc, "judge", judging)
+    for trainer in (agent.world_trainer, agent.reward_trainer):
+        monkeypatch.setattr(trainer, "update", update)
+    before = []
+    for phase in agent.phases(env_id):
+        if phase.name == "policy":
+            continue
+        phase.begin()
+        for step in range(phase.steps):
+            phase.update({"step": torch.tensor([step])})
+        found = phase.finish()["epochs"][-1]["held_out"]
+        within = agent.replay.host["segments"].reshape(-1)[judged[-1]]
+        assert found["episodes"] == agent.held.tolist() == sorted(set(within.tolist()))
+        whole = agent.replay.host["valid"] & np.isin(agent.replay.host["segments"], agent.held)
+        assert found["steps"] == whole.sum() == sum(map(sum, found["confusion"]))
+        assert set(before) <= set(agent.held)  # what is held stays so
+        before = agent.held
+        assert not trained & set(agent.held.tolist())  # whenever it was drawn
+        assert 0.05 <= whole.sum() / len(agent.replay) < 0.12
+    assert len(trained) > 0.8 * (agent.replay.next_segment - len(agent.held))  # all others are
+    counts = np.bincount(agent.replay.host["rewards"].reshape(-1)[agent._steps()] + 1, minlength=3)
+    assert counts.sum() == len(agent.replay) - whole.sum()
 
 
 def test_film_shows_reality_and_dream_side_by_side():
@@ -268,6 +374,8 @@ def test_wrong_settings_are_told_in_one_line():
     for name in ("epochs", "games", "world_steps", "world_batch", "rollout", "near", "agents", "ppo_minibatch"):
         with pytest.raises(UsageError, match=f"{name} must be at least 1, not 0"):
             make_agent(**{name: 0})
+    with pytest.raises(UsageError, match="held_out must be 0 to 0"):
+        make_agent(held_out=0.3)
     with pytest.raises(UsageError, match="multiple of games"):
         make_agent(collect_steps=15)
     with pytest.raises(UsageError, match="did you mean 'freeway'"):
@@ -366,11 +474,13 @@ def weights(path):
 
 
 def test_interrupted_anywhere_it_ends_the_same(tmp_path, monkeypatch):
-    run_tiny(tmp_path / "whole")
+    run_tiny(tmp_path / "whole", games=8)
     info = json.loads((tmp_path / "whole/run.json").read_text())
     assert (tmp_path / "whole/media/dream.gif").read_bytes()[:4] == b"GIF8"
     world = info["findings"]["world"]["epochs"]
-    assert [w["ledger"]["recorded"] for w in world] == [40, 56] and world[1]["held_out"]["steps"] == 16
+    assert [w["ledger"]["recorded"] for w in world] == [40, 56] and world[1]["fresh"]["steps"] == 16
+    judged = [e["held_out"] for phase in ("world", "reward") for e in info["findings"][phase]["epochs"]]
+    assert [j["steps"] for j in judged] == [5, 7, 5, 7] and len(judged[0]["episodes"]) == 1
     assert len(info["findings"]["policy"]["epochs"]) == 2
     run = Stepper.run
     done = 0
@@ -386,7 +496,7 @@ def test_interrupted_anywhere_it_ends_the_same(tmp_path, monkeypatch):
     stops = 0
     for _ in range(10):
         try:
-            run_tiny(tmp_path / "parts", resume=stops > 0)
+            run_tiny(tmp_path / "parts", resume=stops > 0, games=8)
             break
         except replaylab.errors.ReplaylabError as error:
             assert "resume" in str(error)
@@ -457,13 +567,20 @@ def test_report_sections(tmp_path):
     ledger = {"recorded": 64, "budget": 102_400, "frames": 300, "reset_frames": 44, "resets": 2}
     collected = {"steps": 64, "episodes": 3, "mean_return": -7.25, "seconds": 1.0}
     world = [{"epoch": i, "ledger": ledger, "collected": collected, "seconds": 70.0} for i in range(2)]
-    world[1]["held_out"] = judged
+    world[1]["fresh"] = judged
+    held = {"held_out": {"episodes": [3, 9]} | dreams.judge(Stub(), small_replay(), np.arange(43, 49))}
     phases = {"world": {"epochs": world}, "reward": {"epochs": [{"seconds": 9.0}]}, "policy": {"epochs": []}}
+    plain = dict(sections(report_run(tmp_path, phases)))["Reward model"]
+    assert "6 frames. Measured on the steps that an epoch collected, before" in plain and "held-out" not in plain
+    world[1] |= held
+    phases["reward"]["epochs"][0] |= held
     found = dict(sections(report_run(tmp_path, phases)))
     assert list(found) == ["Dream and reality", "Reward model", "Real steps and time"]
     assert '<img alt="reality left, dream right" src="data:image/gif;base64,' in found["Dream and reality"]
     rewards = found["Reward model"]
-    assert "&lt;b&gt;" in rewards and "<b>" not in rewards and "50.0 %" in rewards and "6 steps" in rewards
+    assert "&lt;b&gt;" in rewards and "<b>" not in rewards and "50.0 %" in rewards
+    assert "epoch 0: 6 frames of 2 episodes. Measured on held-out episodes" in rewards and plain in rewards
+    assert "Share, on held-out episodes" in found["Dream and reality"]
     assert "-7.25 (3)" in found["Real steps and time"] and "1 min 10 s" in found["Real steps and time"]
     assert "102.4k" in found["Real steps and time"] and "2 resets" in found["Real steps and time"]
 

@@ -1,6 +1,7 @@
 """Playing the dream: over HTTP, and in a real browser where there is one."""
 
 import base64
+import http.client
 import json
 import os
 import select
@@ -82,6 +83,18 @@ def test_frames_rewards_and_the_chance_of_going_on(server):
         assert len(frame) == 53 * 40 * 3 and told["steps"] == i and told["action"] == "UP" and told["score"] == score
         assert told["reward"] in (-1, 0, 1) and 0 <= told["continue"] <= 1
     assert frame != first
+
+
+def test_an_answer_does_not_wait_to_be_acknowledged(server):
+    """A server that sends headers and body one after the other is held up for 40 ms, if the system is not told."""
+    connection, spent = http.client.HTTPConnection(*server.server_address[:2], timeout=20), []
+    for _ in range(21):
+        began = time.perf_counter()
+        connection.request("GET", "/")
+        assert b"<canvas" in connection.getresponse().read()
+        spent.append(time.perf_counter() - began)
+    connection.close()
+    assert sorted(spent)[10] < 0.025
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from replaylab.models.world import (
     snapshot,
     timing_signal,
 )
-from replaylab.models.world_training import RewardTrainer, WorldTrainer, corrupted, truth_share
+from replaylab.models.world_training import RewardTrainer, WorldTrainer, corrupted, counted_median, truth_share
 from replaylab.tensors import load_tensors, save_tensors
 
 TINY = {"height": 20, "width": 16, "hidden": 8, "compress": 3, "double": 2, "bits": 16, "palette": 8}
@@ -332,7 +332,6 @@ def test_the_pixel_loss_has_a_floor(pixels, monkeypatch):
     target = world._pixels_last(batch["next_frames"]).long()
     classes = 8 if pixels == "palette" else 256
     sure = 20 * F.one_hot(target, classes).float()
-    sure = sure if pixels == "palette" else sure.transpose(3, 4)
     monkeypatch.setattr(world, "_pixel_logits", lambda x: sure)
     found = losses(world, batch, 1.0)
     assert found["pixel"] == 0 and found["accuracy"] == 1
@@ -340,6 +339,16 @@ def test_the_pixel_loss_has_a_floor(pixels, monkeypatch):
     sure[0, 0, 0] = 0  # one pixel knows nothing
     expected = (math.log(classes) - 0.03) / (target.numel() / (1 if pixels == "palette" else 3))
     assert math.isclose(losses(world, batch, 1.0)["pixel"], expected, rel_tol=1e-3)
+
+
+def test_rgb_weights_are_laid_out_as_the_original_s():
+    """Output 3 v + c says how likely colour c has intensity v."""
+    world = tiny(pixels="rgb")
+    x = torch.randn(2, world.shape.hidden, 5, 4)
+    plain = world.pixels(x.permute(0, 2, 3, 1))
+    found = world._pixel_logits(x)
+    for colour, intensity in ((0, 0), (1, 7), (2, 255)):
+        torch.testing.assert_close(found[..., colour, intensity], plain[..., 3 * intensity + colour])
 
 
 def test_the_parts_of_the_loss():
@@ -423,9 +432,12 @@ def test_noise_is_the_frame_s_median(channels):
     flat = frames.unflatten(1, (4, channels)).flatten(2)
     noisy = corrupted(frames, 1.0, channels).unflatten(1, (4, channels)).flatten(2)
     assert torch.equal(noisy, flat.median(2, keepdim=True).values.expand_as(flat))
+    for odd in (flat, flat[..., 1:]):  # how a GPU finds it
+        assert torch.equal(counted_median(odd, 256), odd.median(2, keepdim=True).values)
     assert torch.equal(corrupted(frames, 0.0, channels), frames)
     low = frames % 8
-    assert torch.equal(corrupted(low, 1.0, channels, 8), corrupted(low, 1.0, channels, 256))
+    low = low.flatten(2)
+    assert torch.equal(counted_median(low, 8), counted_median(low, 256))
     plain = torch.zeros(8, channels, 100, 80, dtype=torch.uint8)
     plain[:, :, 60:] = 9
     assert abs((corrupted(plain, 0.05, channels) == plain).float().mean() - (1 - 0.05 * 0.4)) < 0.002

@@ -6,15 +6,15 @@ Real play is scarce (Atari 100k: 102,400 steps), the dream is free. The world mo
 model reads rewards off its inner maps; because rewards are rare, which transitions it is shown is what the strategies
 are about (models/reward.py). The defaults are the recommended preset, `fast`; `paper` has the paper's counts.
 
-What a reward model is worth is measured on the steps of the next collection, before anything is trained on them.
+What world and reward model are worth is measured on whole episodes that never train them, and on the steps of the next
+collection before they do. Dreams may begin in held-out episodes: that trains the policy, which is not measured there.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,9 @@ from replaylab.config import knob
 from replaylab.data.frames import FrameReplay, Table
 from replaylab.errors import DataError, UsageError, require
 from replaylab.models import reward
-from replaylab.models.dream import Dream, exciting_scene, film, judge, real
+from replaylab.models.dream import MOST_HELD, Dream, exciting_scene, film, hold_out, judge, real
 from replaylab.models.world import World, WorldShape, refresh, snapshot
-from replaylab.models.world_training import RewardTrainer, WorldTrainer
+from replaylab.models.world_training import RewardTrainer, WorldTrainer, memory
 from replaylab.step import Graph
 
 ONLINE = True
@@ -48,6 +48,7 @@ class Config(ppo.Config):
     budget: int = knob(102_400, "real steps there may be in all")
     strict_budget: bool = knob(False, "count what resets cost too; the last epochs then collect less")
     games: int = knob(8, "real games played side by side; each goes on in the next epoch")
+    held_out: float = knob(0.05, "share of real steps, in whole episodes, that judge the models and never train them")
     temperature: float = knob(1.0, "of the policy's choices while it collects")
     eval_temperature: float = knob(0.5, "of the policy's choices while it is evaluated; 0: the likeliest action")
     # the world model
@@ -152,15 +153,6 @@ def counters(config: Config) -> dict[str, int]:
     }
 
 
-@contextmanager
-def memory(what: str, *settings: str) -> Iterator[None]:
-    """Out of memory is the user's to solve: say what with."""
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError as error:
-        raise UsageError(f"the GPU has too little memory for {what}: lower --{' or --'.join(settings)}") from error
-
-
 class Numbers:
     """A sampler for updates that draw on the device: it only says which update it is."""
 
@@ -235,6 +227,7 @@ class Agent(nn.Module):
         self.recorder = atari_rgb.Recorder(
             env, self.replay, config.budget, strict=config.strict_budget, shrink=config.shrink, seed=self.seed
         )
+        self.held = np.zeros(0, np.int64)  # episodes that judge the models and never train them
         self.windows = Table(config.games * rows, self.device)
         self.walk = {name: self._zeros(batch) for name in ("rows", "left", "limit")}
         self.shown = self._zeros(max(epoch["reward"] for epoch in plan(config)), config.reward_batch)
@@ -272,26 +265,32 @@ class Agent(nn.Module):
 
     def _begins_world(self, epoch: int) -> Callable[[], None]:
         def begin() -> None:
-            self.clock = time.monotonic()
+            self.clock, before = time.monotonic(), self.replay.next_segment
             if epoch == 0:
                 self.recorder.collect(self.config.random_steps, self._at_random)
             found: dict[str, Any] = {"collected": self.recorder.collect(self.config.collect_steps, self._by_policy)}
             if found["collected"]["steps"] < self.config.collect_steps:
                 self.notes.append(f"the budget of {self.config.budget:,} real steps, resets included, is spent")
             self.replay.commit()
-            found["ledger"] = self.recorder.ledger
             if epoch > 0 and len(self.replay.fresh):
-                found["held_out"] = judge(self.copy, self.replay, self.replay.fresh)
-            self.log["world"].append({"epoch": epoch} | found)
+                found["fresh"] = judge(self.copy, self.replay, self.replay.fresh)
+            self.held = hold_out(self.replay, self.held, before, self.config.held_out)
+            self.log["world"].append({"epoch": epoch, "ledger": self.recorder.ledger} | found)
             self._lay_out()
             self._begin_walk()
 
         return begin
 
+    def _steps(self, held: bool = False) -> np.ndarray:
+        """Rows with a step that trains the models; or with one that judges them."""
+        host = self.replay.host
+        return np.flatnonzero(host["valid"] & (np.isin(host["segments"], self.held) == held))
+
     def _lay_out(self) -> None:
         """What the sequences of this epoch may start from. The original wants whole ones without the end of a game;
         we take what there is up to the end, so that ends are learnt."""
         config = self.config
+        self.replay.ahead[torch.as_tensor(self._steps(held=True), device=self.device)] = 0  # no window begins there
         starts, self.longest = self.replay.windows(config.rollout, terminals=not self.original)
         if self.longest == 0:
             raise DataError("nothing was collected that a world model could be trained on")
@@ -299,18 +298,17 @@ class Agent(nn.Module):
             self.notes.append(
                 f"no game went on for {config.rollout} steps: the world model's sequences have {self.longest} at most"
             )
-        self.windows.fill(starts if self.original else np.flatnonzero(self.replay.host["valid"]))
+        self.windows.fill(starts if self.original else self._steps())
 
     def _begin_walk(self) -> None:
-        config = self.config
         self.walk["left"].zero_()
         self.walk["limit"].fill_(self.longest)
         if not self.original:  # so that a batch holds early and late steps of sequences
             self.walk["limit"].random_(1, self.longest + 1)
-        if config.focal:
-            counts = np.bincount(self.replay.host["rewards"][self.replay.host["valid"]].astype(int) + 1, minlength=3)
+        if self.config.focal:
+            counts = np.bincount(self.replay.host["rewards"].flat[self._steps()].astype(int) + 1, minlength=3)
             self.reward_trainer.set_counts(torch.tensor(counts, device=self.device))
-            if config.strategy == "online":
+            if self.config.strategy == "online":
                 self.world_trainer.use_focal_loss(torch.tensor(counts, device=self.device))
 
     def update_world(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -333,7 +331,7 @@ class Agent(nn.Module):
         self.clock = time.monotonic()
         refresh(self.copy, self.world)
         config, replay = self.config, self.replay
-        rows = torch.as_tensor(np.flatnonzero(replay.host["valid"]), device=self.device)
+        rows = torch.as_tensor(self._steps(), device=self.device)
         drawn = reward.draw_epoch(
             config.strategy, replay.rewards[rows].long(), replay.segments[rows].long(), replay.terminal[rows],
             updates=len(self.shown), batch=config.reward_batch, masses=config.masses, classes=config.classes,
@@ -382,11 +380,13 @@ class Agent(nn.Module):
 
     def _finished(self, phase: str) -> dict[str, Any]:
         """A phase's findings: one entry an epoch."""
-        spent = {"seconds": round(time.monotonic() - self.clock, 3)}
-        if phase == "world":
-            self.log["world"][-1] |= spent
-        else:
-            self.log[phase].append(spent)
+        found: dict[str, Any] = {"seconds": round(time.monotonic() - self.clock, 3)}
+        if phase != "policy" and len(rows := self._steps(held=True)):
+            refresh(self.copy, self.world)
+            found["held_out"] = {"episodes": self.held.tolist()} | judge(self.copy, self.replay, rows)
+        if phase != "world":  # its entry was begun with what was collected
+            self.log[phase].append({})
+        self.log[phase][-1] |= found
         return {"epochs": self.log[phase]}
 
     def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
@@ -408,7 +408,7 @@ class Agent(nn.Module):
         log = self.log | {"clock": time.monotonic() - self.clock}
         about = torch.frombuffer(bytearray(json.dumps(log).encode()), dtype=torch.uint8)
         flat = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
-        return flat | {"shown": self.shown, "log": about}
+        return flat | {"shown": self.shown, "held": torch.as_tensor(self.held), "log": about}
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         def under(part: str) -> dict[str, Tensor]:
@@ -421,6 +421,7 @@ class Agent(nn.Module):
         self.world_trainer.load_training_state(under("world"))
         self.reward_trainer.load_training_state(under("reward"))
         self.shown.copy_(state["shown"])
+        self.held = state["held"].cpu().numpy()
         self.log = json.loads(state["log"].cpu().numpy().tobytes())
         self.clock = time.monotonic() - self.log.pop("clock")
         self._lay_out()
@@ -442,8 +443,7 @@ def _check(config: Config) -> None:
     for name in ("random_steps", "collect_steps"):
         if getattr(config, name) % config.games or getattr(config, name) < config.games:
             raise UsageError(f"{name} must be a multiple of games ({config.games}), not {getattr(config, name)}")
-    if config.shrink not in (1, 2):
-        raise UsageError(f"shrink must be 1 or 2, not {config.shrink}")
-    if not 0 <= config.from_start <= config.agents:
-        raise UsageError(f"from_start must be 0 to {config.agents}, not {config.from_start}")
+    for name, low, high in (("shrink", 1, 2), ("from_start", 0, config.agents), ("held_out", 0, MOST_HELD)):
+        if not low <= getattr(config, name) <= high:
+            raise UsageError(f"{name} must be {low} to {high}, not {getattr(config, name)}")
     reward.masses_of(torch.ones(4, dtype=torch.bool), config.masses, config.classes)

@@ -21,6 +21,8 @@ from replaylab.models.reward import confusion, precision_recall
 from replaylab.models.world import World
 
 OVER = 0.5  # below this probability of going on, the game has ended
+NEAR = 8  # so far off, of 255, may each of the three intensities of a pixel be that is nearly right
+MOST_HELD = 0.25  # of all steps, when an episode is chosen to be held out
 
 
 def pictures(frames: Tensor, colours: Tensor, pixels: str) -> Tensor:
@@ -86,30 +88,56 @@ class Dream:
 # --- against reality
 
 
+def hold_out(replay: FrameReplay, held: np.ndarray, first: int, share: float) -> np.ndarray:
+    """Which episodes (segments) judge and never train: the ones `held` so far, and of those from `first` on, of which
+    nothing was trained on yet, as many as it takes for `share` of all steps; none as long as there are few episodes.
+
+    A game that still runs is held with all that follows in it, so it is chosen only where it is one of four or more.
+    """
+    within, over = replay.host["segments"], replay.host["terminal"] | replay.host["truncated"]
+    steps = np.bincount(within[replay.host["valid"]], minlength=replay.next_segment)
+    new = np.arange(first, len(steps))
+    new = new[np.isin(new, within[over]) | (replay.lanes >= 4)]
+    for segment in np.random.default_rng(len(steps)).permutation(new):
+        before = steps[held].sum()
+        if before < share * steps.sum() and before + steps[segment] <= MOST_HELD * steps.sum():
+            held = np.append(held, segment)
+    return np.sort(held)
+
+
 @torch.no_grad()
 def judge(world: World, replay: FrameReplay, rows: np.ndarray, size: int = 64) -> dict[str, Any]:
-    """How well world and reward model tell real steps: rewards (rows: actual -1, 0, 1; columns: told), and pixels."""
+    """How well world and reward model tell real steps: rewards (rows: actual -1, 0, 1; columns: told), and pixels, as
+    the colours they stand for: shares exactly right, nearly right, and what repeating the last frame would get."""
     matrix = torch.zeros(3, 3, dtype=torch.int64, device=replay.device)
-    right = torch.zeros(3, dtype=torch.float64, device=replay.device)  # pixels, changed pixels, whole frames
-    changed = torch.zeros((), dtype=torch.float64, device=replay.device)
+    counts = torch.zeros(7, dtype=torch.int64, device=replay.device)
     for part in torch.as_tensor(rows, device=replay.device).split(size):
         batch = real(world, replay, part)
         told = world.predict(batch["frames"], batch["actions"])
-        hit = told.next_frame == batch["next_frames"]
-        last = batch["frames"][:, -1] if world.shape.pixels == "palette" else batch["frames"][:, -3:]
-        moved = last != batch["next_frames"]
-        right += torch.stack([hit.double().mean() * len(part), (hit & moved).sum(), hit.flatten(1).all(1).sum()])
-        changed += moved.sum()
+        shown, true = (_rgb(world, frames) for frames in (told.next_frame, batch["next_frames"]))
+        moved = (world.colours[replay.frames[part].long()] != true).any(-1)
+        off = (shown - true).abs().amax(-1)
+        right, near = off == 0, off <= NEAR
+        found = (right, near, ~moved, moved, right & moved, near & moved, right.flatten(1).all(1))
+        counts += torch.stack([which.sum() for which in found])
         matrix += confusion(told.reward, batch["rewards"])
-    pixels, moving, frames = right.tolist()
+    *whole, moving, moving_right, moving_near, frames = counts.tolist()
+    pixels, near_pixels, still = (count / (len(rows) * replay.frames[0].numel()) for count in whole)
     return {
         "steps": len(rows),
         "confusion": matrix.tolist(),
         "classes": precision_recall(matrix.cpu()),
-        "pixels": pixels / len(rows),
-        "changed_pixels": moving / max(float(changed), 1.0),
+        "pixels": pixels,
+        "near_pixels": near_pixels,
+        "still_pixels": still,
+        "changed_pixels": moving_right / max(moving, 1),
+        "near_changed_pixels": moving_near / max(moving, 1),
         "frames": frames / len(rows),
     }
+
+
+def _rgb(world: World, frames: Tensor) -> Tensor:  # of the world -> (batch, h, w, 3)
+    return world.colours[frames.long()] if world.shape.pixels == "palette" else frames.movedim(1, -1).float()
 
 
 def exciting_scene(world: World, replay: FrameReplay, steps: int = 50) -> dict[str, np.ndarray] | None:

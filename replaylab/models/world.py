@@ -323,7 +323,7 @@ class World(nn.Module):
         found = self.features(frames, actions, next_frame, epsilon)
         logits = self._pixel_logits(found.x_fin).float()
         target = self._pixels_last(next_frame).long()
-        surprise = F.cross_entropy(logits.flatten(0, 2), target.flatten(0, 2), reduction="none")
+        surprise = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
         known = value_target.isfinite()
         parts = {
             "pixel": (surprise - LOSS_FLOOR).clamp(min=0).mean(),
@@ -406,15 +406,20 @@ class World(nn.Module):
         deviation, mean = torch.std_mean(x, (1, 2), keepdim=True)
         return ((x - mean) / deviation.clamp(min=1 / math.sqrt(x.shape[1] * x.shape[2]))).to(self.compute)
 
-    def _pixel_logits(self, x_fin: Tensor) -> Tensor:  # (batch, h, w, palette), or (batch, h, w, 256, 3)
-        logits = linear(self.pixels, x_fin.permute(0, 2, 3, 1))
-        return logits if self.shape.pixels == "palette" else logits.unflatten(3, (256, 3))
+    def _pixel_logits(self, x_fin: Tensor) -> Tensor:  # (batch, h, w, palette), or (batch, h, w, 3, 256)
+        x = x_fin.permute(0, 2, 3, 1)
+        if self.shape.pixels == "palette":
+            return linear(self.pixels, x)
+        # the weights are kept as (256, 3), as the original's; turned here, as the logits are much larger
+        weight = self.pixels.weight.unflatten(0, (256, 3)).transpose(0, 1).flatten(0, 1)
+        bias = self.pixels.bias.view(256, 3).t().flatten()
+        return F.linear(x, weight.to(x.dtype), bias.to(x.dtype)).unflatten(3, (3, 256))
 
     def _pixels_last(self, frame: Tensor) -> Tensor:
         return frame if self.shape.pixels == "palette" else frame.permute(0, 2, 3, 1)
 
     def _frame(self, logits: Tensor) -> Tensor:
-        told = logits.argmax(3).to(torch.uint8)
+        told = logits.argmax(-1).to(torch.uint8)
         return told if self.shape.pixels == "palette" else told.permute(0, 3, 1, 2)
 
 

@@ -7,16 +7,27 @@ maps that a frozen trunk made. On CUDA both compile what they compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from replaylab.errors import UsageError
 from replaylab.models.adafactor import Adafactor
 from replaylab.models.reward import focal_loss, focal_weights
 from replaylab.models.world import World
+
+
+@contextmanager
+def memory(what: str, *settings: str) -> Iterator[None]:
+    """Out of memory is the user's to solve: say what with."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise UsageError(f"the GPU has too little memory for {what}: lower --{' or --'.join(settings)}") from error
 
 
 def truth_share(update: Tensor, decay: int) -> Tensor:
@@ -28,15 +39,18 @@ def truth_share(update: Tensor, decay: int) -> Tensor:
     return 1 - early * (0.01 + 0.99 * (update / decay).clamp(max=1))
 
 
-def corrupted(frames: Tensor, share: float, channels: int, values: int = 256) -> Tensor:
-    """Bytes (batch, k * channels, h, w) with a share of them replaced by the median of their frame.
-
-    A median is read off the counts of bytes not above each possible value, which needs no sorting.
-    """
-    flat = frames.unflatten(1, (-1, channels)).flatten(2)  # (batch, k, bytes of a frame)
-    levels = torch.arange(values - 1, device=frames.device).to(torch.uint8)
+def counted_median(flat: Tensor, values: int) -> Tensor:
+    """The median of each row of bytes, (batch, k, bytes) -> (batch, k, 1), read off the counts of bytes not above each
+    possible value: a GPU need not sort for that."""
+    levels = torch.arange(values - 1, device=flat.device).to(torch.uint8)
     below = (flat[:, :, None] <= levels[:, None]).sum(3)  # (batch, k, values - 1)
-    median = (below < (flat.shape[2] + 1) // 2).sum(2, keepdim=True).to(frames.dtype)
+    return (below < (flat.shape[2] + 1) // 2).sum(2, keepdim=True).to(flat.dtype)
+
+
+def corrupted(frames: Tensor, share: float, channels: int, values: int = 256) -> Tensor:
+    """Bytes (batch, k * channels, h, w) with a share of them replaced by the median of their frame."""
+    flat = frames.unflatten(1, (-1, channels)).flatten(2)  # (batch, k, bytes of a frame)
+    median = counted_median(flat, values) if flat.is_cuda else flat.median(2, keepdim=True).values
     noisy = torch.where(torch.rand(flat.shape, device=frames.device) < share, median, flat)
     return noisy.view(frames.shape)
 

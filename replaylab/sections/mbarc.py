@@ -15,6 +15,8 @@ from replaylab.results import Run, finite
 BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # a file may hold anything
 LARGEST_FILM = 20 << 20
 REWARDS = ("-1", "0", "+1")
+HELD_OUT = "held-out episodes, which never train world or reward model"
+FRESH = "the steps that an epoch collected, before anything was trained on them"
 
 
 def sections(run: Run) -> list[tuple[str, Html]]:
@@ -37,19 +39,22 @@ def _epochs(run: Run, phase: str) -> list[dict[str, Any]]:
     return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
 
 
-def _held_out(run: Run) -> list[tuple[int, dict[str, Any]]]:
-    """(epoch, what was measured) where something was."""
-    return [(i, e["held_out"]) for i, e in enumerate(_epochs(run, "world")) if isinstance(e.get("held_out"), dict)]
+def _judged(run: Run, phase: str) -> dict[str, list[tuple[int, dict[str, Any]]]]:
+    """What was measured when a phase had ended, or before the next one: on which steps -> (epoch, found) each."""
+    after, before = enumerate(_epochs(run, phase)), enumerate(_epochs(run, "world"))
+    found = {
+        HELD_OUT: [(i, e["held_out"]) for i, e in after if "episodes" in (e.get("held_out") or {})],
+        FRESH: [(i, e["fresh"]) for i, e in before if isinstance(e.get("fresh"), dict)],
+    }
+    return {steps: measured for steps, measured in found.items() if measured}
 
 
 # --- the film
 
 
 def _dream(run: Run) -> Html:
-    measured = _held_out(run)
-    chart = Html("")
-    if measured:
-        chart = charts.lines(
+    shown = [
+        charts.lines(
             "Next frames told right",
             [
                 _curve("all pixels", measured, "pixels", 0),
@@ -57,10 +62,12 @@ def _dream(run: Run) -> Html:
                 _curve("whole frames", measured, "frames", 2),
             ],
             x_label="epoch",
-            caption="Share, on the steps that the next epoch collected, before anything was trained on them.",
+            caption=f"Share, on {steps}.",
         )
+        for steps, measured in _judged(run, "world").items()
+    ]
     film = _film(run.path / "media" / "dream.gif")
-    return Html(film + (grid([chart]) if chart else "")) if film or chart else Html("")
+    return Html(film + (grid(shown) if shown else "")) if film or shown else Html("")
 
 
 def _film(path: Path) -> Html:
@@ -91,9 +98,11 @@ def _number(value: Any) -> float:
 
 
 def _reward(run: Run) -> Html:
-    measured = _held_out(run)
-    if not measured:
-        return Html("")
+    phase = "world" if run.config.get("strategy") == "online" else "reward"
+    return Html("".join(_rewards(run, *judged) for judged in _judged(run, phase).items()))
+
+
+def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -> Html:
     epoch, last = measured[-1]
     matrix = [[int(cell) for cell in row] for row in last["confusion"]]
     head = ["Reward", *(f"told {name}" for name in REWARDS), "Recall", "Precision"]
@@ -103,9 +112,10 @@ def _reward(run: Run) -> Html:
         rates = [_percent(matrix[i][i], whole) for whole in (true, told)]
         rows.append([name, *(f"{cell:,}" for cell in matrix[i]), *rates])
     strategy = escape(run.config.get("strategy"))
+    episodes = f" of {count(len(last['episodes']), 'episode')}" if "episodes" in last else ""
     note = (
-        f'<p class="note">Strategy {strategy}. The {count(int(last["steps"]), "step")} that epoch {epoch} collected, '
-        "judged before anything was trained on them.</p>"
+        f'<p class="note">Strategy {strategy}, epoch {epoch}: {count(int(last["steps"]), "frame")}{episodes}. '
+        f"Measured on {steps}.</p>"
     )
     curves = [
         charts.lines(
