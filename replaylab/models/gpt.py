@@ -111,25 +111,23 @@ class Frames(nn.Module):
     def forward(self, frames: Tensor) -> Tensor:  # (members, batch, stack, 84, 84) uint8
         kind = torch.bfloat16 if torch.is_autocast_enabled(frames.device.type) else torch.float32
         layers = [zip(c.weight.unbind(), c.bias.unbind(), strict=True) for c in self.convs if isinstance(c, Conv)]
-        encoded = [
-            self._encode(member.to(kind), *own) for member, *own in zip(map(_blocks, frames), *layers, strict=True)
-        ]
+        encoded = [self._encode(_blocks(member, kind), *own) for member, *own in zip(frames, *layers, strict=True)]
         return self.dense(torch.stack(encoded))
 
     def _encode(self, blocks: Tensor, *layers: tuple[Tensor, Tensor]) -> Tensor:
         """An 8 x 8 kernel with stride 4 over few channels is a 2 x 2 kernel over the 4 x 4 blocks of a frame, whose
         pixels are channels then: the same sums, in a shape that tensor cores like."""
         (weight, bias), *others = layers
-        x = torch.relu(F.conv2d(blocks, _blocks(weight) / 255, bias))
+        x = torch.relu(F.conv2d(blocks, _blocks(weight, weight.dtype) / 255, bias))
         for (weight, bias), stride in zip(others, self.strides[1:], strict=True):
             x = torch.relu(F.conv2d(x, weight, bias, stride))
         return x.flatten(1)
 
 
-def _blocks(x: Tensor) -> Tensor:
-    """(n, c, 4 h, 4 w) -> (n, 16 c, h, w), channels last in memory."""
-    blocks = x.unflatten(3, (-1, 4)).unflatten(2, (-1, 4))  # (n, c, h, 4, w, 4)
-    return blocks.permute(0, 2, 4, 1, 3, 5).flatten(3).contiguous().permute(0, 3, 1, 2)
+def _blocks(x: Tensor, kind: torch.dtype) -> Tensor:
+    """(n, c, 4 h, 4 w) -> (n, 16 c, h, w) of a kind, channels last in memory."""
+    blocks = x.unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).permute(0, 2, 4, 1, 3, 5)  # (n, h, w, c, 4, 4)
+    return blocks.to(kind, memory_format=torch.contiguous_format).flatten(3).permute(0, 3, 1, 2)
 
 
 class Block(nn.Module):
