@@ -450,13 +450,13 @@ def test_values_build_on_the_data_s_return():
     agent, phases = make_agent(log, (0, 5), normalize=True, **settings)
     assert [p.name for p in phases] == ["returns", "behavior", "critic"] and not phases[0].evaluates
     Stepper(phases[0], CPU).run(0, 800)
-    b = agent.returns(agent.seen(torch.tensor(log.observations))[None])[0, :, 0].detach()
+    b = agent.usual(torch.tensor(log.observations)[None])[0].detach()
     to_go = torch.tensor(log.returns_to_go(0.9)).float()
     assert (b - to_go).square().mean() < 0.6 * to_go.var()  # rewards are noise here; it has found most of what there is
     phases[0].finish()
     index = torch.tensor([[3, 29, 60]])  # inside, the last row of an episode that ends, inside
     got = phases[2].sampler.gather(index.expand(2, -1))
-    after = agent.returns(agent.seen(got["next_observations"][:1]))[0, :, 0]
+    after = agent.usual(got["next_observations"][:1])[0]
     left = 0.9 * (1 - got["terminated"][0])
     assert got["terminated"][0].tolist() == [0, 1, 0]
     expected = torch.tensor(log.rewards[index[0]]).float() + left * after - b[index[0]]
@@ -464,6 +464,31 @@ def test_values_build_on_the_data_s_return():
     alone, others = make_agent(log, (5,), normalize=True, **settings)
     Stepper(others[0], CPU).run(0, 800)
     torch.testing.assert_close(alone.returns.layers[0].weight, agent.returns.layers[0].weight)
+
+
+@pytest.mark.parametrize("trace", [0.0, 0.7])
+def test_a_backup_over_the_data_s_returns(trace):
+    """Rewards become what followed beyond b, faded by the trace, of deviation 1. Q learns just that, nothing of V."""
+    log = make_episodes(lengths=(30, 20, 40))
+    settings = {"returns_steps": 50, "gamma": 0.9, "rewards": "raw", "ensemble": 2, "lr_decay": False}
+    agent, phases = make_agent(log, backup="data", trace=trace, **settings)
+    Stepper(phases[0], CPU).run(0, 50)
+    phases[0].finish()
+    b = agent.usual(torch.tensor(log.observations)[None])[0].detach().numpy()
+    after = agent.usual(torch.tensor(log.next_observations())[None])[0].detach().numpy()
+    expected, gain = np.zeros(len(log)), 0.0
+    for row in range(len(log) - 1, -1, -1):
+        surprise = log.rewards[row] + 0.9 * (1 - log.terminated[row]) * after[row] - b[row]
+        ends = row in log.last_rows
+        surprise = 0.0 if ends and not log.terminated[row] and not log.final_known[log.episode_ids[row]] else surprise
+        gain = surprise + (0.0 if ends else 0.9 * trace * gain)
+        expected[row] = gain
+    np.testing.assert_allclose(agent.usual.store.rewards.numpy(), expected / expected.std(), rtol=1e-4, atol=1e-4)
+    batch = phases[2].sampler.gather(torch.from_numpy(phases[2].sampler.draw(0, 1)[0]))
+    with torch.no_grad():
+        q = agent.critics(batch["observations"], batch["actions"])[:, :2]
+        loss = (q - batch["rewards"][:, None]).square().mean(2).sum(1)
+    torch.testing.assert_close(agent.critic_update(batch)["critic_loss"], loss)
 
 
 def test_stages_in_separate_runs(tmp_path):
@@ -531,6 +556,8 @@ def test_a_sweep_without_training(tmp_path, capsys):
         ({"solver_steps": 0}, "solver_steps must be at least 1"),
         ({"solver_order": 3}, "solver_order must be 1 or 2"),
         ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"backup": "data", "returns_steps": 0}, "returns_steps must be above 0"),
+        ({"trace": 1.5}, "trace must be from 0 to 1"),
         ({"stage": "critic"}, "belong together"),
         ({"behavior": "x"}, "belong together"),
         ({"stage": "critic", "behavior": "/nowhere"}, "not a run folder"),
@@ -651,6 +678,6 @@ def test_an_episode_that_was_cut_goes_on_unseen(terminates):
     agent, phases = make_agent(log, **settings)
     Stepper(phases[0], CPU).run(0, 1000)
     Stepper(phases[0], CPU).run(1000, 1000)
-    found = agent.returns(agent.seen(torch.ones(1, 1, 2))).item()
+    found = agent.usual(torch.ones(1, 1, 2)).item()
     alone = np.mean([-(1 - 0.9**k) / 0.1 for k in range(1, 6)])
     assert found == pytest.approx(alone if terminates else -10, rel=0.05)
