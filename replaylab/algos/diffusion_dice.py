@@ -33,7 +33,7 @@ from replaylab.data.sample import Later, Numbered, Pair, Store, Transitions
 from replaylab.errors import UsageError
 from replaylab.models.adam import adam
 from replaylab.models.draws import keys, normal, uniforms
-from replaylab.models.mlp import generators
+from replaylab.models.mlp import MLP, generators
 from replaylab.models.score import GuideNet, ScoreNet
 from replaylab.models.sdice import AGGREGATES, TWINS, Critics, Value, guide_loss, value_loss, weights
 from replaylab.models.solver import LAST, ORDERS, blend
@@ -202,7 +202,9 @@ class Agent(nn.Module):
         self.guide: GuideNet | None = None
         if config.stage != "behavior":
             if config.returns_steps:
-                self.returns = Value(generators([0]), state, config.hidden)  # of the data, so one for all seeds
+                one = generators([0])  # of the data, so one for all seeds
+                exact = config.backup == "data"
+                self.returns = Value(one, state, config.hidden) if exact else MLP(one, state, config.hidden, 1)
             self.value = Value(own, state, config.hidden)
             original = config.fidelity == "original"
             self.guide = GuideNet(own, state, action, config.guide_hidden, balanced=not original)
@@ -262,7 +264,7 @@ class Agent(nn.Module):
         config = self.config
         if not config.returns_steps:
             return []
-        told = lambda observations: self.returns(self.seen(observations))  # noqa: E731
+        told = lambda observations: self.returns(self.seen(observations)).view(1, -1)  # noqa: E731
         self.usual = UsualReturn(told, episodes, store, config.gamma, config.backup, config.trace)
         rows = Numbered(store, [0], config.batch_size, stream=2, next_observations=False)
         phase = Phase("returns", config.returns_steps, rows, self.returns_update, evaluates=False)

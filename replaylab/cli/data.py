@@ -54,7 +54,7 @@ def _build_collect(inner: Any, words: Sequence[str]) -> None:
         inner, "collect", "make a dataset by training a policy, or driving one, in an environment", _data_collect
     )
     verb.add_argument(
-        "env", metavar="ENV", help="hopper, walker2d, Pendulum-v1, reacher2d, atari/pong, pointmaze-medium, ..."
+        "env", metavar="ENV", help="hopper, walker2d, Pendulum-v1, atari/pong, pointmaze-medium, antmaze-umaze, ..."
     )
     verb.add_argument("--out", required=True, metavar="D", help="the dataset (a folder a level with --level all)")
     verb.add_argument("--level", help="random, medium, medium-replay, full-replay, expert, medium-expert, mixed or all")
@@ -71,6 +71,10 @@ def _build_collect(inner: Any, words: Sequence[str]) -> None:
     if any(word.startswith("pointmaze") for word in words):
         verb.add_argument("--style", choices=["play", "diverse"], help="fixed or random starts and goals")
         verb.add_argument("--noise", type=float, help="deviation of the noise on the driver's actions")
+    elif any(word.startswith(("antmaze", "d4rl/antmaze")) for word in words):
+        from replaylab.collect import antmaze
+
+        add_arguments(verb, antmaze.Config)
     elif any(word.startswith("atari/") for word in words):
         from replaylab.collect import atari
 

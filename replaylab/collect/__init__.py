@@ -62,9 +62,12 @@ def collect(
         settings |= {"overwrite": overwrite, "format": format, "compact": compact}
         return collect_maze(env, steps or 300_000, out, seed=seed, **settings)
     if "antmaze" in env:
-        raise UsageError(
-            f"{env}: no ant that reaches goals ships with replaylab, so there is no AntMaze data to collect"
-        )
+        from replaylab.collect.antmaze import collect_antmaze
+
+        if level is not None:
+            raise UsageError(f"{env}: mazes have no levels; choose --style play or diverse")
+        settings |= {"overwrite": overwrite, "format": format, "compact": compact}
+        return collect_antmaze(env, steps or 300_000, out, seed=seed, device=device, **settings)
     level = level or "medium"
     if level != "all" and level not in LEVELS:
         close = difflib.get_close_matches(level, LEVELS, n=1)
@@ -96,9 +99,9 @@ def _collect_levels(
     targets = {name: out / name if level == "all" else out for name in names}
     training = out.with_name(out.name + ".training")
     asked = {"env": env, "seed": seed} | vars(config)
-    going_on = _going_on(training, asked, overwrite)
+    resumed = going_on(training, asked, overwrite)
     for name, path in list(targets.items()):
-        if path.exists() and going_on and level == "all":
+        if path.exists() and resumed and level == "all":
             targets.pop(name)  # written before the command was cut short
         elif path.exists() and not overwrite:
             raise UsageError(f"{path} exists: pass --overwrite or another --out")
@@ -120,7 +123,7 @@ def _collect_levels(
     return out
 
 
-def _going_on(training: Path, asked: dict[str, Any], overwrite: bool) -> bool:
+def going_on(training: Path, asked: dict[str, Any], overwrite: bool) -> bool:
     """Whether `training` holds an earlier try of this command; one of another command is not touched."""
     if overwrite:
         shutil.rmtree(training, ignore_errors=True)

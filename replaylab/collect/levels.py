@@ -147,11 +147,11 @@ def roll(online: Online, actor: dict[str, Tensor], steps: int, seed: int, label:
     env.close()
     *stacked, mine = (np.stack(column, 1) for column in zip(*seen, strict=True))  # (environments, steps, ...)
     columns = [column[mine] for column in stacked]  # environment by environment
-    attachments = {f"metadata/policy/{k}": v for k, v in _layers(actor).items()}
+    attachments = {f"metadata/policy/{k}": v for k, v in layers_of(actor).items()}
     return _episodes(online, columns, np.array([f for stream in finals for f in stream]), attachments)
 
 
-def _layers(actor: dict[str, Tensor]) -> dict[str, np.ndarray]:
+def layers_of(actor: dict[str, Tensor]) -> dict[str, np.ndarray]:
     """The actor under D4RL's names: fc0, fc1, last_fc, last_fc_log_std; weights as (outputs, inputs)."""
     found: dict[str, np.ndarray] = {}
     depth = len(actor) // 2

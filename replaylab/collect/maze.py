@@ -5,6 +5,8 @@ evaluation trip: the way to the goal has to be joined from pieces. Rewards do no
   play     trips between hand-picked cells; the goal of every row is the one fixed goal of evaluation
   diverse  trips between random cells; the goal of an episode is drawn anew, and is part of its observations
 A trip that comes to its episode's goal earns 1 and terminates. One that arrives where it was heading is truncated.
+
+The planner is also that of the ant, which brings a driver of its own (antmaze.py).
 """
 
 from __future__ import annotations
@@ -56,6 +58,10 @@ def collect_maze(
         raise UsageError(f"{out} exists: pass --overwrite or another --out")
     check_target(out, format, overwrite)
     episodes = make_trips(env_id, steps, seed=seed, style=style, noise=noise, progress=progress)
+    return write(episodes, out, overwrite, format, compact, progress)
+
+
+def write(episodes: Episodes, out: Path, overwrite: bool, format: str | None, compact: bool, progress: bool) -> Path:
     save_what_fits(rounded(episodes) if compact else episodes, out, overwrite=overwrite, format=format)
     if progress:
         share = f"{episodes.meta['recipe']['success_share']:.1%} reach the goal"
@@ -71,17 +77,24 @@ def make_trips(
     `style` is play, or diverse, which an id that ends in `-diverse` implies. `noise` is the standard deviation of
     what is added to every action before it is clipped to [-1, 1]; D4RL's is 0.5.
     """
-    maze, style = _parse(env_id, style)
+    maze, style = parse(env_id, style)
+    env_id = f"pointmaze-{maze}" + ("-diverse" if style == "diverse" else "")
+    return plan(env_id, maze, style, Point(), steps, noise, seed, progress)
+
+
+def plan(
+    env_id: str, maze: str, style: str, driver: Any, steps: int, noise: float, seed: int, progress: bool
+) -> Episodes:
+    """Trips of any robot, by its driver."""
     if steps < 1 or not 0 <= noise < np.inf:
         raise UsageError(f"steps must be at least 1 and noise a number from 0 up, not {steps} and {noise}")
-    env_id = f"pointmaze-{maze}" + ("-diverse" if style == "diverse" else "")
     env, layout, rng = envs.make(env_id), Layout(maze), np.random.default_rng(seed)
-    pairs = trips(layout, maze, style)
+    pairs = trips(layout, maze, style, env.unwrapped.mode)
     parts: list[dict[str, np.ndarray]] = []
     rows = reached = 0
     bar = Progress(f"collect {env_id}", steps) if progress else None
     while rows < steps:
-        parts.append(drive(env, layout, *pairs[rng.integers(len(pairs))], noise, rng))
+        parts.append(drive(env, layout, *pairs[rng.integers(len(pairs))], noise, rng, driver))
         rows += len(parts[-1]["rewards"])
         reached += int(parts[-1]["terminated"][-1])
         if bar:
@@ -89,7 +102,7 @@ def make_trips(
     if bar:
         bar.close()
     env.close()
-    settings = {"env": env_id, "steps": steps, "style": style, "noise": noise}
+    settings = {"env": env_id, "steps": steps, "style": style, "noise": noise} | driver.settings
     return _join(parts, _meta(env, layout, style, settings, seed, reached, len(parts)))
 
 
@@ -97,9 +110,9 @@ def evaluation_pairs(layout: Layout, style: str) -> list[tuple[Cell, Cell]]:
     return [(layout.start, layout.goal)] if style == "play" else layout.far_pairs
 
 
-def _parse(env_id: str, style: str | None) -> tuple[str, str]:
+def parse(env_id: str, style: str | None, robot: str = "point") -> tuple[str, str]:
     """The maze's name and the style of 'pointmaze-medium-diverse' and the like."""
-    known = [f"pointmaze-{maze}" for maze in STOPS]
+    known = [f"{robot}maze-{maze}" for maze in STOPS]
     plain = env_id.removesuffix("-diverse")
     if plain not in known:
         raise UsageError(f"no driver for '{env_id}'{nearest(plain, known)}")
@@ -109,11 +122,12 @@ def _parse(env_id: str, style: str | None) -> tuple[str, str]:
         raise UsageError(f"unknown maze style '{style}'{nearest(style, MODES)}")
     if implied == "diverse" and style != implied:
         raise UsageError(f"{env_id} asks for random goals, which is the style diverse, not {style}")
-    return plain.removeprefix("pointmaze-"), style
+    return plain.removeprefix(f"{robot}maze-"), style
 
 
-def trips(layout: Layout, maze: str, style: str) -> list[tuple[Cell, Cell]]:
-    """(start, target) of every trip that may be driven. None starts at the fixed goal: it would be over at once."""
+def trips(layout: Layout, maze: str, style: str, mode: str) -> list[tuple[Cell, Cell]]:
+    """(start, target) of every trip that may be driven. None starts at a goal that is fixed (`mode`, the environment's,
+    is play): it would be over at once."""
     ends = layout.cells
     if style == "play":
         ends = [(row, column) for row, columns in STOPS[maze].items() for column in columns]
@@ -121,30 +135,50 @@ def trips(layout: Layout, maze: str, style: str) -> list[tuple[Cell, Cell]]:
         (start, target)
         for start in ends
         for target in ends
-        if 1 <= layout.moves[target][start] <= layout.longest_trip and not (style == "play" and start == layout.goal)
+        if 1 <= layout.moves[target][start] <= layout.longest_trip and not (mode == "play" and start == layout.goal)
     ]
 
 
+class Point:
+    """A PD controller. A driver plans a route, steers towards a waypoint, and says when the robot is there."""
+
+    settings = {"pull": PULL, "brake": BRAKE, "passed": PASSED, "stopped": STOPPED, "jitter": JITTER, "spread": SPREAD}  # noqa: RUF012
+
+    def route(self, env: Any, layout: Layout, path: list[Cell], rng: np.random.Generator) -> list[np.ndarray]:
+        return [layout.centre(cell) + rng.uniform(-JITTER, JITTER, 2) for cell in path]
+
+    def steer(self, observation: np.ndarray, waypoint: np.ndarray) -> np.ndarray:
+        return PULL * (waypoint - observation[:2]) - BRAKE * observation[2:4]
+
+    def there(self, observation: np.ndarray, waypoint: np.ndarray, last: bool) -> bool:
+        slow = not last or np.hypot(*observation[2:4]) <= STOPPED
+        return bool(slow and np.hypot(*(waypoint - observation[:2])) <= PASSED)
+
+
 def drive(
-    env: Any, layout: Layout, start: Cell, target: Cell, noise: float, rng: np.random.Generator
+    env: Any,
+    layout: Layout,
+    start: Cell,
+    target: Cell,
+    noise: float,
+    rng: np.random.Generator,
+    driver: Any = Point(),  # noqa: B008  it has no state
 ) -> dict[str, np.ndarray]:
     """One trip in columns; `observations` has a row more than the others."""
     others = [cell for cell in layout.cells if cell != start]
     goal = layout.goal if env.unwrapped.mode == "play" else others[rng.integers(len(others))]
     observation, _ = env.reset(seed=int(rng.integers(2**31)), options={"start": start, "goal": goal})
-    route = [layout.centre(cell) + rng.uniform(-JITTER, JITTER, 2) for cell in layout.path(start, target)[1:]]
+    route = driver.route(env.unwrapped, layout, layout.path(start, target)[1:], rng)
     observations, actions, terminated, truncated = [observation], [], False, False
     while not (terminated or truncated):
-        wanted = PULL * (route[0] - observation[:2]) - BRAKE * observation[2:4]
-        action = np.clip(wanted + noise * rng.standard_normal(2), -1.0, 1.0).astype(np.float32)
+        wanted = driver.steer(observation, route[0])
+        action = np.clip(wanted + noise * rng.standard_normal(wanted.shape), -1.0, 1.0).astype(np.float32)
         observation, reward, terminated, truncated, _ = env.step(action)
         observations.append(observation)
         actions.append(action)
-        if np.hypot(*(route[0] - observation[:2])) <= PASSED:
-            if len(route) > 1:
-                route.pop(0)
-            elif np.hypot(*observation[2:4]) <= STOPPED:
-                truncated = True
+        if driver.there(observation, route[0], len(route) == 1):
+            truncated = truncated or len(route) == 1
+            route = route[1:] or route
     last = np.arange(len(actions)) == len(actions) - 1
     return {
         "observations": np.array(observations, np.float32),
@@ -175,8 +209,7 @@ def _join(parts: list[dict[str, np.ndarray]], meta: dict[str, Any]) -> Episodes:
 def _meta(
     env: Any, layout: Layout, style: str, settings: dict[str, Any], seed: int, reached: int, episodes: int
 ) -> dict[str, Any]:
-    settings |= {"pull": PULL, "brake": BRAKE, "passed": PASSED, "stopped": STOPPED}
-    settings |= {"jitter": JITTER, "spread": SPREAD, "radius": RADIUS}
+    settings["radius"] = RADIUS
     facts = {
         "longest_trip_moves": layout.longest_trip,
         "evaluation_moves": min(layout.moves[goal][start] for start, goal in evaluation_pairs(layout, style)),

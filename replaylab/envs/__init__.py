@@ -37,12 +37,14 @@ OURS |= {  # as Gymnasium-Robotics has them: pointmaze-umaze, pointmaze-umaze-di
     for maze, limit in zip(("umaze", "medium", "large"), limits, strict=True)
     for mode, ending in (("play", ""), ("diverse", "-diverse"))
 }
+OURS["antgoal"] = ("replaylab.envs.antgoal:AntGoalEnv", {}, 300)  # where the ant of our own maze data learns to walk
 for _id, (_entry, _kwargs, _limit) in OURS.items():
     if _id not in gymnasium.registry:  # a reload must not warn
         gymnasium.register(_id, entry_point=_entry, kwargs=_kwargs, max_episode_steps=_limit)
 
 # what stands before the '/' of an id -> module with `make_vec(env_id, num_envs, **kwargs)`
 FAMILIES = {"d4rl": "replaylab.envs.d4rl", "atari": "replaylab.envs.atari", "atari-rgb": "replaylab.envs.atari_rgb"}
+FAMILIES |= {"antgoal": "replaylab.envs.antgoal"}
 
 
 def make(env_id: str, *, noise: Noise | None = None, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,12 @@ def place(cell: Cell) -> np.ndarray:
 
 @functools.cache
 def load_maze(robot: str, maze: str) -> Any:
+    return load_ant(Layout(maze).map)
+
+
+def load_ant(blocks: Sequence[Sequence[Any]]) -> Any:
     """D4RL's ant between walls: a fifth as strong as Gymnasium's, in steps twice as long, on softer ground."""
-    kind = ROBOTS[robot]
+    kind = ROBOTS["d4rl-ant"]
     root = ElementTree.parse(kind.xml).getroot()
     option, ground, world = (root.find(path) for path in ("option", "default/geom", "worldbody"))
     assert option is not None and ground is not None and world is not None
@@ -41,8 +46,8 @@ def load_maze(robot: str, maze: str) -> Any:
         motor.set("gear", "30")
     half, height = CELL / 2, CELL * kind.wall / 2
     wall = {"type": "box", "size": f"{half} {half} {height}", "conaffinity": "1", "rgba": "0.7 0.5 0.3 1"}
-    for row, blocks in enumerate(Layout(maze).map):
-        for column, block in enumerate(blocks):
+    for row, line in enumerate(blocks):
+        for column, block in enumerate(line):
             if block == 1:
                 x, y = place((row, column))
                 ElementTree.SubElement(world, "geom", wall | {"pos": f"{x} {y} {height}"})
