@@ -154,7 +154,7 @@ def test_the_shipped_files_are_valid(place):
         replaylab.save(make_episodes(), place / "data" / name, format="native")
     locomotion = read_plan(benchmarks / "locomotion.yaml")
     assert "bc10-hopper-medium-expert" in [c.name for c in locomotion.cells]
-    small = {"bc", "bcq"}  # networks
+    small = {"bc", "bcq", "mopo", "gormpo"}  # networks
     assert all(len(c.seeds) == (5 if c.system in small else 3) for c in locomotion.cells)
 
 
