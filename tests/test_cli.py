@@ -13,6 +13,7 @@ import yaml
 from conftest import make_episodes
 
 import replaylab
+from replaylab.bench import bench
 from replaylab.cli import main
 from replaylab.data.write import save
 from replaylab.offpolicy import Budget
@@ -163,3 +164,14 @@ def test_assess_and_play_by_the_command_line(tmp_path, capsys, monkeypatch):
     asked = []
     monkeypatch.setattr("replaylab.play.play", lambda *given: asked.append(given))
     assert run(capsys, "play", str(path), "--port", "8123")[0] == 0 and asked == [(str(path), 8123, "auto")]
+
+
+def test_a_bench_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
+    def case(device):
+        yield "first", 1.0, "ms"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("replaylab.bench.all_cases", lambda: {"made-up": case})
+    with pytest.raises(KeyboardInterrupt):
+        bench(json_path=str(tmp_path / "b.json"), device="cpu")
+    assert [row["what"] for row in json.loads((tmp_path / "b.json").read_text())["rows"]] == ["first"]

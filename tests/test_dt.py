@@ -105,6 +105,14 @@ def test_nothing_depends_on_the_future(style, discrete):
         assert torch.equal(moved, expected)
 
 
+def test_measured_numbers_are_not_rounded_to_bfloat16():
+    """Returns of 3.600 and 3.604 are one number to bfloat16, which has 3.594 and 3.609."""
+    layer = DecisionTransformer(generators([0]), Shape((11,), 3, False)).embed_return
+    with torch.autocast("cpu", torch.bfloat16):
+        told = layer(torch.tensor([[[3.600], [3.604]]]))
+    assert told.dtype == torch.float32 and not torch.equal(told[0, 0], told[0, 1])
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_padding_changes_nothing(style):
     model, inputs = make_model(style=style)

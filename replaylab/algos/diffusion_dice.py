@@ -127,7 +127,7 @@ _ROBOT = {  # far-sighted: with 0.99 a hopper sees its fall too late; for the re
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
     "locomotion": _ROBOT | {"critic_steps": 50_000},
-    "quick": _ROBOT | {  # a quarter of an hour on a CPU core
+    "quick": _ROBOT | {  # ten minutes on a CPU core
         "behavior_steps": 25_000, "behavior_batch": 512, "behavior_lr": 1e-3, "behavior_width": 128,
         "critic_steps": 4000, "batch_size": 256, "noise_copies": 2, "ensemble": 4, "guide_hidden": [128, 128, 128],
         "guide_lr": 1e-3, "tau": 0.02,
