@@ -8,6 +8,7 @@ device together, and a device-side cursor picks the step's own, so that the grap
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,10 +50,11 @@ class Stepper:
     def __init__(self, phase: Phase, device: torch.device, compile: str = "auto"):
         self.phase, self.device = phase, device
         self.update, self.gather = phase.update, phase.sampler.gather
-        if compile == "on":
-            self.update = torch.compile(self.update)
+        if compile == "on":  # one kernel for many small ones that do not wait for each other
+            options: dict[str, Any] | None = {"combo_kernels": True} if device.type == "cuda" else None
+            self.update = torch.compile(self.update, options=options)
             if phase.sampler.resident:
-                self.gather = torch.compile(self.gather)
+                self.gather = torch.compile(self.gather, options=options)
         self.step = Graph(self._body, device, capture=compile != "off")
         self.sums: dict[str, Tensor] = {}  # metric sums since they were last read
         self.total: Tensor | None = None  # the same as one table, (metrics, seeds), so that one kernel adds

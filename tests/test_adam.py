@@ -14,9 +14,18 @@ from replaylab.models.adam import FlatAdam, adam, clip_gradients, clipped_step
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
-def in_plain_torch(self, flat, group, share):
-    """The kernel's formula, for where there is no Triton."""
-    (beta1, beta2), step, gradient = group["betas"], flat["step"].double(), share * flat["gradient"]
+def gather(self, flat, gradients):
+    """The kernels' work in plain PyTorch, for where there is no Triton."""
+    for which, start, place, size in flat["table"].tolist():
+        part = gradients[which].flatten()[start : min(start + module.BLOCK, size)]
+        flat["gradient"][place : place + len(part)] = part
+    flat["norms"].zero_()[0] = flat["gradient"].norm()
+    flat["step"] += 1
+
+
+def descend(self, flat, group, norm, limit):
+    (beta1, beta2), step = group["betas"], flat["step"].double()
+    gradient = flat["gradient"] * (limit / (norm + 1e-6)).clamp(max=1.0)
     flat["exp_avg"].lerp_(gradient, 1 - beta1)
     flat["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     flat["value"] -= group["lr"] * group["weight_decay"] * flat["value"]
@@ -27,7 +36,8 @@ def in_plain_torch(self, flat, group, share):
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
     if request.param == "cpu":
-        monkeypatch.setattr(FlatAdam, "_kernel", in_plain_torch)
+        monkeypatch.setattr(FlatAdam, "_gather", gather)
+        monkeypatch.setattr(FlatAdam, "_descend", descend)
     return torch.device(request.param)
 
 

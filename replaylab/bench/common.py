@@ -12,6 +12,7 @@ import torch
 from replaylab.data.episodes import Episodes
 
 Rows = Iterator[tuple[str, float, str]]  # (what, figure, unit)
+WARM_UP = 1.5  # seconds
 
 
 def hopper_like(rows: int = 299_470, episodes: int = 663) -> Episodes:
@@ -34,18 +35,23 @@ def hopper_like(rows: int = 299_470, episodes: int = 663) -> Episodes:
 
 
 def seconds_per_call(call: Callable[[], Any], device: torch.device, calls: int, repeats: int = 5) -> float:
-    """Median over repeats of the mean time of a call, the device waited for."""
+    """Median over repeats of the mean time of a call, the device waited for and warm: its clocks rise for a second."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    times = []
-    for _ in range(repeats + 1):  # the first one warms up
+    call()  # may compile
+    wait()
+    times, warm = [], time.perf_counter() + WARM_UP
+    while device.type == "cuda" and time.perf_counter() < warm:
+        call()
+        wait()
+    for _ in range(repeats):
         wait()
         began = time.perf_counter()
         for _ in range(calls):
             call()
         wait()
         times.append((time.perf_counter() - began) / calls)
-    return float(np.median(times[1:]))
+    return float(np.median(times))

@@ -57,7 +57,12 @@ class FlatAdam(torch.optim.Optimizer):
     ):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.flat = [self._flatten(group) for group in self.param_groups]
-        self.whole = torch.ones((), device=self.flat[0]["value"].device)
+        blocks = [len(flat["table"]) for flat in self.flat]
+        self.norms = torch.zeros(sum(blocks), device=self.flat[0]["value"].device)  # of each block's gradient
+        for flat, norms in zip(self.flat, self.norms.split(blocks), strict=True):
+            flat["norms"] = norms
+        disable: Any = torch.compiler.disable  # they are three kernels already; a decorator would load the compiler
+        self.step, self.clipped_step = disable(self.step), disable(self.clipped_step)  # type: ignore[method-assign]
 
     def _flatten(self, group: dict[str, Any]) -> dict[str, Any]:
         """Move the parameters into one buffer, where they stay; their moments are views of two more."""
@@ -68,52 +73,43 @@ class FlatAdam(torch.optim.Optimizer):
         names = ("value", "gradient", "exp_avg", "exp_avg_sq")
         flat: dict[str, Any] = {name: torch.zeros(sum(sizes), device=device) for name in names}
         flat["step"] = torch.zeros((), device=device)
-        flat["gaps"] = [torch.zeros(size - p.numel(), device=device) for p, size in zip(parameters, sizes, strict=True)]
-        start = 0
-        for p, size in zip(parameters, sizes, strict=True):
+        start, table = 0, []
+        for i, (p, size) in enumerate(zip(parameters, sizes, strict=True)):
             views = {name: flat[name][start : start + p.numel()].view(p.shape) for name in names}
             views["value"].copy_(p.data)
             p.data = views["value"]
             self.state[p] = {"step": flat["step"], "exp_avg": views["exp_avg"], "exp_avg_sq": views["exp_avg_sq"]}
+            table += [(i, place, start + place, p.numel()) for place in range(0, p.numel(), BLOCK)]
             start += size
+        flat["table"] = torch.tensor(table, device=device)
         return flat
 
-    @torch.compiler.disable  # it is one kernel already
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self._gather()
-        self._descend(self.whole)
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.clipped_step(0.0)
 
-    @torch.compiler.disable
     @torch.no_grad()
     def clipped_step(self, limit: float) -> Tensor:  # -> (1,)
-        self._gather()
-        parts = [torch.linalg.vector_norm(flat["gradient"]) for flat in self.flat]
-        norm = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))
-        self._descend(_share(norm, limit) if limit > 0 else self.whole)
+        for group, flat in zip(self.param_groups, self.flat, strict=True):
+            self._gather(flat, [p.grad.contiguous() for p in group["params"]])
+        norm = torch.linalg.vector_norm(self.norms)
+        for group, flat in zip(self.param_groups, self.flat, strict=True):
+            self._descend(flat, group, norm, limit or math.inf)
         return norm[None]
 
-    def _gather(self) -> None:
-        for group, flat in zip(self.param_groups, self.flat, strict=True):
-            parts = []
-            for p, gap in zip(group["params"], flat["gaps"], strict=True):
-                parts += [p.grad.flatten(), gap]
-            torch.cat(parts, out=flat["gradient"])
+    def _gather(self, flat: dict[str, Any], gradients: list[Tensor]) -> None:
+        from replaylab.models.adam_kernel import gather
 
-    def _descend(self, share: Tensor) -> None:
-        """Adam with this share of the gradients."""
-        for group, flat in zip(self.param_groups, self.flat, strict=True):
-            flat["step"] += 1
-            self._kernel(flat, group, share)
+        where = [flat[name] for name in ("gradient", "norms", "step", "table")]
+        gather[(len(flat["table"]),)](tuple(gradients), *where, len(gradients), BLOCK)
 
-    def _kernel(self, flat: dict[str, Any], group: dict[str, Any], share: Tensor) -> None:
+    def _descend(self, flat: dict[str, Any], group: dict[str, Any], norm: Tensor, limit: float) -> None:
         from replaylab.models.adam_kernel import descend
 
         columns = [flat[name] for name in ("value", "gradient", "exp_avg", "exp_avg_sq")]
         first, second = group["betas"]
         settings = (first, math.log(first), second, math.log(second), group["eps"], group["weight_decay"])
         size = flat["value"].numel()
-        descend[(-(-size // BLOCK),)](*columns, group["lr"], share, flat["step"], size, *settings, BLOCK)
+        descend[(-(-size // BLOCK),)](*columns, group["lr"], norm, limit, flat["step"], size, *settings, BLOCK)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         views = {p: dict(entries) for p, entries in self.state.items()}

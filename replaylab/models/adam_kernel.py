@@ -5,17 +5,37 @@ import triton.language as tl
 
 
 @triton.jit
+def gather(gradients, flat, norms, step, table, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradients from wherever they are into one buffer, and the norm of each block of it; one step more is counted.
+    The table says for each block: which tensor, where in it, where in the buffer, and the tensor's size."""
+    block, near = tl.program_id(0), tl.arange(0, BLOCK)
+    entry = table + 4 * block
+    which, start, place, size = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    inside = start + near < size
+    g = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(COUNT):
+        if which == i:
+            g = tl.load(gradients[i] + start + near, inside, 0.0)
+    tl.store(flat + place + near, g, inside)
+    tl.store(norms + block, tl.sqrt(tl.sum(g * g, 0)))
+    if block == 0:
+        tl.store(step, tl.load(step) + 1)
+
+
+@triton.jit
 def descend(
-    value, gradient, exp_avg, exp_avg_sq, lr, share, step, size,
+    value, gradient, exp_avg, exp_avg_sq, lr, norm, limit, step, size,
     beta1, log_beta1, beta2, log_beta2, eps, decay,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Adam with gradients whose norm is scaled down to the limit."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     rate, done = tl.load(lr), tl.load(step).to(tl.float64)
     unbias1 = (1.0 - tl.exp(done * log_beta1)).to(tl.float32)  # 1 - beta^step; in float32 the first steps would be off
     unbias2 = (1.0 - tl.exp(done * log_beta2)).to(tl.float32)
-    x, g = tl.load(value + at, inside), tl.load(gradient + at, inside) * tl.load(share)
+    share = tl.minimum(limit / (tl.load(norm) + 1e-6), 1.0)
+    x, g = tl.load(value + at, inside), tl.load(gradient + at, inside) * share
     m, v = tl.load(exp_avg + at, inside), tl.load(exp_avg_sq + at, inside)
     m += (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g

@@ -34,11 +34,21 @@ class Linear(nn.Module):
         self.bias = draw(1, outputs)  # (members, 1, outputs)
 
     def forward(self, x: Tensor) -> Tensor:  # (members, batch, inputs) -> (members, batch, outputs)
+        if torch.compiler.is_compiling() and self.weight.shape[2] == 1:  # a sum that melts into its neighbours
+            return (x * self.weight.mT).sum(-1, keepdim=True) + self.bias
         if x.is_cuda and len(x) > 1 and x.shape[1] >= LONG:
             return LongBatch.apply(x, self.weight, self.bias)
-        if len(self.weight) == 1:  # this product adds the bias itself, the other copies it first
-            return torch.addmm(self.bias.squeeze(0), x.squeeze(0), self.weight.squeeze(0))[None]
-        return torch.baddbmm(self.bias, x, self.weight)
+        if len(self.weight) == 1:  # this product adds the bias itself
+            return torch.addmm(self.bias.flatten(), x.squeeze(0), self.weight.squeeze(0))[None]
+        return products(x, self.weight, self.bias)
+
+
+def products(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x W + b of every member. PyTorch's own copies the bias first; a compiler adds it where the result is used."""
+    if not torch.compiler.is_compiling():
+        return torch.baddbmm(bias, x, weight)
+    found = torch.bmm(x, weight)
+    return found + bias.to(found.dtype)
 
 
 class LongBatch(torch.autograd.Function):
@@ -52,7 +62,7 @@ class LongBatch(torch.autograd.Function):
             kind = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(kind), weight.to(kind), bias.to(kind)
         ctx.save_for_backward(x, weight)
-        return torch.baddbmm(bias, x, weight)
+        return products(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:

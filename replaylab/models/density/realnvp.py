@@ -20,6 +20,9 @@ from replaylab.errors import UsageError
 from replaylab.models.density.base import Density, log_normal
 from replaylab.models.mlp import MLP
 
+# A compiler cannot make fewer kernels of it. Saying so imports the compiler, a second that only CUDA is worth.
+uncompiled: Any = torch.compiler.disable if torch.cuda.is_available() else lambda method: method
+
 
 class RealNVP(Density):
     def __init__(self, dim: int, couplings: int = 6, hidden: Sequence[int] = (256, 256)):
@@ -34,7 +37,7 @@ class RealNVP(Density):
         even, odd, log_det = self._flow(x)
         return self._interleave(even, odd), log_det
 
-    @torch.compiler.disable  # a compiler cannot make fewer kernels of it
+    @uncompiled
     def _flow(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The latent's even and odd columns, and log |det|."""
         learns = torch.is_grad_enabled()
