@@ -494,14 +494,20 @@ def test_windows_of_frame_stacks(pixels, resident):
     torch.testing.assert_close(batch["observations"][0, 3, :2], stacks(second - 2 + torch.arange(2)))
 
 
-def test_frames_are_seen_as_by_the_nature_network(pixels):
-    agent, phase = make_agent(pixels, (0, 1), style="tanh")
+@pytest.mark.parametrize("normalize", [False, True])
+def test_frames_are_seen_as_by_the_nature_network(pixels, normalize):
+    """Divided by 255, or without what is in all of them and divided by how far they differ from that."""
+    agent, phase = make_agent(pixels, (0, 1), style="tanh", normalize=normalize)
     frames, nature = phase.sampler.gather(torch.tensor([[0], [40]]))["observations"], NatureCNN()
-    mine = agent.model.embed_state
+    mine, backdrop, spread = agent.model.embed_state, 0.0, 255.0
+    if normalize:
+        backdrop = pixels.observations.mean(0).round()
+        spread = np.square(pixels.observations - backdrop).mean() ** 0.5
+    shown = (frames - torch.tensor(backdrop)).float() * (255 / spread)  # the network divides by 255 again
     for i in (0, 1):
         for conv, reference in zip(mine.convs, nature.layers[::2], strict=False):
             reference.load_state_dict({"weight": conv.weight[i], "bias": conv.bias[i]})
-        expected = torch.tanh(nature(frames[i, 0]) @ mine.dense.weight[i] + mine.dense.bias[i])
+        expected = torch.tanh(nature(shown[i, 0]) @ mine.dense.weight[i] + mine.dense.bias[i])
         torch.testing.assert_close(agent.model.encode(frames)[i, 0], expected, rtol=1e-4, atol=1e-5)
 
 

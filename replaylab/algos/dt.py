@@ -24,7 +24,7 @@ from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Windows
 from replaylab.errors import UsageError
 from replaylab.models.adam import adam, clipped_step
-from replaylab.models.gpt import STYLES, DecisionTransformer, Shape
+from replaylab.models.gpt import STYLES, DecisionTransformer, Frames, Shape
 from replaylab.models.mlp import ACTIVATIONS, generators
 from replaylab.step import Graph
 
@@ -41,7 +41,7 @@ class Config:
     rtg_scale: float | None = knob(None, "divides returns; default: the environment's, else the data's largest")
     target: float | None = knob(None, "return to ask for; default: the environment's, else the data's best")
     top_fraction: float = knob(1.0, "learn only from the best episodes, up to this fraction of the rows")
-    normalize: bool = knob(True, "standardise vectors with the data's mean and deviation")
+    normalize: bool = knob(True, "standardise vectors and frames with the data's mean and deviation")
     width: int = knob(128, "of a token")
     layers: int = knob(3, "transformer blocks")
     heads: int = knob(1, "of attention")
@@ -83,6 +83,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 ACTING = ("temperature", "top_k")
+LOOKED_AT = 5000  # frames for their mean
 
 
 def usual_preset(episodes: Episodes) -> str | None:
@@ -119,7 +120,7 @@ def delayed(episodes: Episodes) -> Episodes:
 
 
 def masked_mean(error: Tensor, mask: Tensor) -> Tensor:  # (seeds, batch, steps) twice -> (seeds,)
-    return (error * mask).sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)
+    return (error * mask).sum(2).sum(1) / mask.sum(2).sum(1).clamp(min=1)  # in two steps: one is a single block's work
 
 
 class Context:
@@ -246,7 +247,10 @@ class Agent(nn.Module):
 
     def phases(self, episodes: Episodes) -> list[Phase]:
         config = self.config
-        if config.normalize and not self.pixels:
+        if config.normalize and isinstance(eye := self.model.embed_state, Frames):
+            some = episodes.observations[:: max(1, len(episodes.observations) // LOOKED_AT)]
+            eye.look_at(torch.as_tensor(np.array(some)).flatten(0, -3))
+        elif config.normalize:
             self.normalizer.fit(episodes)  # from all episodes, whatever is learnt from
         scale, target = scale_and_target(episodes.env_id, episodes.returns)
         self.rtg_scale.fill_(config.rtg_scale or scale)

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from replaylab.models.attention import attend
 from replaylab.models.mlp import ACTIVATIONS, Linear
 
 Generators = Sequence[torch.Generator]
 STYLES = ("norm", "tanh")
+FEW = 16  # inputs: a product is a kernel or three, where a compiler melts a sum of columns into its neighbours
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,11 @@ class LayerNorm(nn.Module):
 class Exact(Linear):
     """A layer whose inputs are measured numbers: bfloat16 would round a return of 3600 to the next sixteen."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # (members, batch, inputs) -> (members, batch, outputs)
         with torch.autocast(x.device.type, enabled=False):
+            if torch.compiler.is_compiling() and x.is_cuda and x.shape[-1] <= FEW:
+                columns = zip(x.split(1, 2), self.weight.split(1, 1), strict=True)
+                return sum((value * weight for value, weight in columns), self.bias)
             return super().forward(x)
 
 
@@ -99,14 +104,29 @@ class Conv(nn.Module):
 
 
 class Frames(nn.Module):
-    """pixels.NatureCNN with a member axis and its dense layer: stacks of bytes -> (members, batch, width)."""
+    """pixels.NatureCNN with a member axis and its dense layer: stacks of bytes -> (members, batch, width).
+
+    In Pong all but a few hundred pixels never change: divided by 255, as the original has them, frames differ so little
+    that nothing is learnt from them for thousands of updates. `look_at` takes away what is always there.
+    """
+
+    backdrop: Tensor
+    spread: Tensor
 
     def __init__(self, generators: Generators, stack: int, width: int):
         super().__init__()
+        self.register_buffer("backdrop", torch.zeros(84, 84))
+        self.register_buffer("spread", torch.tensor(255.0))
         sizes = [(stack, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
         self.convs = nn.ModuleList(Conv(generators, *size) for *size, _ in sizes)
         self.strides = [stride for *_, stride in sizes]
         self.dense = Linear(generators, 64 * 7 * 7, width)
+
+    def look_at(self, frames: Tensor) -> None:
+        """(rows, 84, 84) bytes: from now on their mean is taken off, and what is left divided by its deviation. One for
+        all pixels: most have none. Whole numbers: bfloat16 has them exactly."""
+        self.backdrop.copy_(frames.float().mean(0).round())
+        self.spread.copy_((frames - self.backdrop.to(frames.device)).square().mean().sqrt().clamp(min=1))
 
     def forward(self, frames: Tensor) -> Tensor:  # (members, batch, stack, 84, 84) uint8
         kind = torch.bfloat16 if torch.is_autocast_enabled(frames.device.type) else torch.float32
@@ -118,7 +138,8 @@ class Frames(nn.Module):
         """An 8 x 8 kernel with stride 4 over few channels is a 2 x 2 kernel over the 4 x 4 blocks of a frame, whose
         pixels are channels then: the same sums, in a shape that tensor cores like."""
         (weight, bias), *others = layers
-        x = torch.relu(F.conv2d(blocks, _blocks(weight, weight.dtype) / 255, bias))
+        backdrop = _blocks(self.backdrop.expand(1, weight.shape[1], -1, -1), blocks.dtype)
+        x = torch.relu(F.conv2d(blocks - backdrop, _blocks(weight, weight.dtype) / self.spread, bias))
         for (weight, bias), stride in zip(others, self.strides[1:], strict=True):
             x = torch.relu(F.conv2d(x, weight, bias, stride))
         return x.flatten(1)
@@ -139,13 +160,12 @@ class Block(nn.Module):
         self.qkv, self.out = Linear(generators, width, 3 * width), Linear(generators, width, width)
         self.up, self.down = Linear(generators, width, 4 * width), Linear(generators, 4 * width, width)
 
-    def forward(self, x: Tensor, tokens: int, keep: slice | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: int, seed: Tensor, keep: slice | None = None) -> Tensor:
         """(members, batch * tokens, width) -> the same for the tokens kept: what nobody reads afterwards need not
         pass through the rest of the block."""
         drop = self.dropout if self.training else 0.0
         qkv = self.qkv(self.norm1(x)).view(-1, tokens, 3, self.heads, x.shape[-1] // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (members * batch, heads, tokens, width / heads) each
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=drop).transpose(1, 2)
+        y = attend(qkv, drop, seed)
         if keep is not None:
             y = y[:, keep]
             x = x.view(len(x), -1, tokens, x.shape[-1])[:, :, keep].flatten(1, 2)
@@ -219,9 +239,10 @@ class DecisionTransformer(nn.Module):
             x = self.embed_norm(x)
         x = F.dropout(x, self.shape.dropout, self.training)
         tokens = steps * self.per_step
-        for block in self.blocks[:-1]:
-            x = block(x, tokens)
-        x = self.norm(self.blocks[-1](x, tokens, keep))
+        *seeds, last = torch.randint(2**62, (len(self.blocks), 1), device=x.device)
+        for block, seed in zip(self.blocks, seeds, strict=False):
+            x = block(x, tokens, seed)
+        x = self.norm(self.blocks[-1](x, tokens, last, keep))
         return x.view(members, batch, *((steps, self.per_step) if keep is None else (-1,)), self.shape.width)
 
     def _tokens(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor) -> Tensor:
