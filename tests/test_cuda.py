@@ -68,3 +68,26 @@ def test_a_finished_run_goes_on(name, log, tmp_path):
 def test_mbarc_dreams_on_the_gpu(tmp_path):
     run = replaylab.train("mbarc", env="atari/freeway", preset="debug", device="cuda", out=tmp_path / "r")
     assert RunFolder(run).info()["status"] == "finished" and RunFolder(run).lines("eval.jsonl")
+
+
+def test_score_and_guidance_side_by_side():
+    """Two streams inside of a captured graph: the same actions as on the CPU, whatever the noise."""
+    from replaylab.models.mlp import generators
+    from replaylab.models.score import GuideNet, ScoreNet, guided_sample
+    from replaylab.models.solver import plan
+    from replaylab.step import Graph
+
+    nets = [ScoreNet(generators([0]), 4, 2, 64), GuideNet(generators([1]), 4, 2, [64, 64], balanced=True)]
+    states, scale = torch.randn(1, 5, 4), torch.tensor(2.0)
+    noises = torch.randn(6, 1, 5 * 8, 2)
+    with torch.no_grad():
+        expected = [guided_sample(*nets, scale, states, noise, plan(15, 2)) for noise in noises]
+        nets, states, scale = [net.cuda() for net in nets], states.cuda(), scale.cuda()
+        noise, found = noises[0].cuda(), torch.zeros(1, 5 * 8, 2, device="cuda")
+        graph = Graph(
+            lambda: found.copy_(guided_sample(*nets, scale, states, noise, plan(15, 2))), torch.device("cuda")
+        )
+        for drawn, actions in zip(noises, expected, strict=True):
+            noise.copy_(drawn)
+            graph()
+            torch.testing.assert_close(found.cpu(), actions, rtol=1e-3, atol=1e-3)

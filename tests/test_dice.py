@@ -227,6 +227,18 @@ def test_order_of_an_update(advantage):
     assert all(value.shape == (1,) for value in found.values())
 
 
+def test_bf16_touches_the_guidance_alone_and_hardly():
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        agent, phases = make_agent(precision=precision)
+        draw = phases[1].sampler.draw(0, 2)
+        losses[precision] = [agent.critic_update(phases[1].sampler.gather(torch.from_numpy(rows))) for rows in draw]
+    for full, half in zip(*losses.values(), strict=True):
+        assert full["value_loss"] == half["value_loss"] and full["critic_loss"] == half["critic_loss"]
+        assert full["guide_loss"] != half["guide_loss"]
+        torch.testing.assert_close(full["guide_loss"], half["guide_loss"], rtol=0.02, atol=0.01)
+
+
 def test_errors_of_twins_and_ensemble_by_hand():
     agent, _ = make_agent(ensemble=2)
     values, goal, base = torch.tensor([[[1.0, 2.0]] * 4]), torch.tensor([[3.0, 5.0]]), torch.tensor([[2.0, 4.5]])

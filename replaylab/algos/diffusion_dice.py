@@ -81,6 +81,7 @@ class Config:
     guide_hidden: list[int] = knob([256, 256, 256, 256], "hidden layers of the guidance")
     value_lr: float = knob(3e-4, "AdamW's learning rate of the values")
     guide_lr: float = knob(3e-4, "AdamW's learning rate of the guidance")
+    precision: str = knob("fp32", "of the guidance in training (fp32 is TF32 on CUDA)", ("fp32", "bf16"))
     lr_decay: bool = knob(True, "let both fall to min_lr along a cosine")
     min_lr: float = knob(0.0, "where that cosine ends")
     weight_decay: float = knob(1e-4, "decoupled weight decay of values and guidance")
@@ -389,7 +390,8 @@ class Agent(nn.Module):
             better = q.detach()[:, TWINS:].mean(1) / config.alpha
         else:
             better = (self._target(states, actions) - values[:, size:]) / config.alpha
-        output = self.energies(states, actions)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+            output = self.energies(states, actions).float()
         energy = output.detach()
         g_loss, slope = guide_loss(energy, weights(better, config.least_weight))
         self._descend("guide", output, slope)

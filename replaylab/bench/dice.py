@@ -14,27 +14,31 @@ from replaylab.step import Stepper
 HOPPER = Spaces([11], "float32", 3, False, [-1.0] * 3, [1.0] * 3)
 
 
-def _updates(device: torch.device, name: str, what: str, seeds: Sequence[int], compiled: bool) -> Rows:
+Variants = Sequence[tuple[int, str, str]]  # (seeds, compile, precision)
+
+
+def _updates(device: torch.device, name: str, what: str, variants: Variants) -> Rows:
     cuda = device.type == "cuda"
     episodes = hopper_like() if cuda else hopper_like(20_000, 40)
     calls = 200 if cuda else 2
-    for count in seeds:
-        for compile in ("auto", "on") if cuda and compiled else ("auto",):
-            agent = diffusion_dice.Agent(diffusion_dice.Config(), HOPPER, range(count), device)
-            phase = next(phase for phase in agent.phases(episodes) if phase.name == name)
-            stepper = Stepper(phase, device, compile)
-            spent = seconds_per_call(partial(stepper.run, 0, calls), device, 1, 5 if cuda else 1) / calls
-            how = {"auto": "captured" if cuda else "eager", "on": "compiled + captured"}[compile]
-            yield f"{what}, {count} seed{'s' if count > 1 else ''}, {how}", 1e3 * spent, "ms"
+    for count, compile, precision in variants if cuda else [(1, "off", "fp32")]:
+        agent = diffusion_dice.Agent(diffusion_dice.Config(precision=precision), HOPPER, range(count), device)
+        phase = next(phase for phase in agent.phases(episodes) if phase.name == name)
+        stepper = Stepper(phase, device, compile)
+        spent = seconds_per_call(partial(stepper.run, 0, calls), device, 1, 5 if cuda else 1) / calls
+        how = {"auto": "captured", "on": "compiled + captured", "off": "eager"}[compile]
+        yield f"{what}, {count} seed{'s' if count > 1 else ''}, {how}, {precision}", 1e3 * spent, "ms"
 
 
 def behavior(device: torch.device) -> Rows:
-    yield from _updates(device, "behavior", "diffusion-dice behaviour update, batch 4096", (1,), True)
+    what = "diffusion-dice behaviour update, batch 4096"
+    yield from _updates(device, "behavior", what, [(1, "auto", "fp32"), (1, "on", "fp32")])
 
 
 def critic(device: torch.device) -> Rows:
     what = "diffusion-dice critic update, batch 512, 16 copies, 10 Qs"
-    yield from _updates(device, "critic", what, (1, 5), True)
+    variants = [(count, *how) for count in (1, 5) for how in (("auto", "fp32"), ("on", "fp32"), ("on", "bf16"))]
+    yield from _updates(device, "critic", what, variants)
 
 
 def sample(device: torch.device) -> Rows:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.functional import silu
 
 from replaylab.models.mlp import Linear
 from replaylab.models.solver import Plan, blend, solve
+from replaylab.streams import beside
 
 Generators = Sequence[torch.Generator]
 
@@ -192,9 +194,11 @@ def guided_sample(
     pulls = scale * sigmas  # the network's output is the score times sigma
 
     def guess(x: Tensor, i: int) -> Tensor:
-        found = score.body(x, of_score[:, i])
-        if guide is not None and of_guide is not None:
-            found = torch.addcmul(found, guide.gradient(x, of_guide[:, i]), pulls[i])
+        if guide is None or of_guide is None:
+            found = score.body(x, of_score[:, i])
+        else:  # neither network fills a GPU: side by side
+            pull = beside(partial(guide.gradient, x, of_guide[:, i]), x.device)
+            found = torch.addcmul(score.body(x, of_score[:, i]), pull(), pulls[i])
         return torch.add(x / plan.alphas[i], found, alpha=plan.sigmas[i] / plan.alphas[i])
 
     return solve(guess, noise, plan)
