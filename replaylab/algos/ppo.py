@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from replaylab.config import knob
-from replaylab.models.adam import adam
+from replaylab.models.adam import adam, clipped_step
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Config:
     ppo_clip: float = knob(0.1, "how far an update may move the policy's ratios and the values")
     ppo_epochs: int = knob(4, "times an update goes through what was played")
     ppo_minibatch: int = knob(160, "steps a gradient is taken from")
-    ppo_grad_clip: float = knob(0.5, "largest norm of the policy's gradient")
+    ppo_grad_clip: float = knob(0.5, "largest norm of the policy's gradient; 0: no limit")
     entropy: float = knob(0.01, "weight of the policy's entropy")
     value_coef: float = knob(0.5, "weight of the critic's loss")
     gamma: float = knob(0.99, "discount")
@@ -80,7 +80,20 @@ def losses(
     return policy, value, entropy, (ratio.detach() - 1 - change.detach()).mean()
 
 
-# --- networks: observations -> logits and a value, in one matrix
+# --- networks
+
+
+class Policy(nn.Module):
+    """Observations -> logits and a value, in one matrix: `look`, which is done once for each, then `answer`."""
+
+    def forward(self, observations: Tensor) -> Tensor:
+        return self.answer(self.look(observations))
+
+    def look(self, observations: Tensor) -> Tensor:
+        return observations
+
+    def answer(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 def orthogonal(layer: nn.Module, gain: float, generator: torch.Generator) -> nn.Module:
@@ -98,12 +111,29 @@ class Heads(nn.Module):
         self.value = orthogonal(nn.Linear(features, 1), 1.0, generator)
 
     def forward(self, features: Tensor) -> Tensor:
-        return torch.cat([self.policy(features), self.value(features)], -1)
+        layers = self.policy, self.value  # one product of both is faster than two
+        weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+        return F.linear(features, weight, bias)
 
 
-class PixelPolicy(nn.Module):
+def blocks(x: Tensor, size: int) -> Tensor:
+    """(n, c, h, w) -> (n, size size c, h // size, w // size), channels last in memory: the pixels of a block become
+    channels, those beyond the last whole block are dropped."""
+    height, width = (length // size * size for length in x.shape[2:])
+    x = x[:, :, :height, :width].unflatten(3, (-1, size)).unflatten(2, (-1, size))
+    return x.permute(0, 2, 4, 3, 5, 1).contiguous().flatten(3).movedim(3, 1)  # through (n, h, w, size, size, c)
+
+
+def convolve(x: Tensor, layer: Any) -> Tensor:
+    """A convolution with a stride, and what is above zero of it. If the stride divides the kernel, as it does here, it
+    is one without a stride over blocks: the same sums, in a shape that tensor cores like. x: the image's blocks."""
+    return F.relu(F.conv2d(x, blocks(layer.weight, layer.stride[0]), layer.bias))
+
+
+class PixelPolicy(Policy):
     """Stacks of palette frames (batch, stack, height, width), seen in colour, through a convolutional network. Frames
-    that are in colour already, (batch, 3 stack, height, width), are taken as they are."""
+    that are in colour already, (batch, 3 stack, height, width), are taken as they are. On CUDA all but the heads is
+    computed in bfloat16."""
 
     colours: Tensor
 
@@ -118,25 +148,31 @@ class PixelPolicy(nn.Module):
             height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
         if height < 1 or width < 1:
             raise ValueError(f"frames of {shape} are too small for the policy's convolutions")
-        self.convolutions = nn.ModuleList(
+        self.convolutions: Any = nn.ModuleList(
             orthogonal(nn.Conv2d(i, o, kernel, stride), math.sqrt(2), g) for i, o, kernel, stride in sizes
         )
         self.dense = orthogonal(nn.Linear(32 * height * width, 512), math.sqrt(2), g)
         self.heads = Heads(512, actions, g)
 
-    def forward(self, frames: Tensor) -> Tensor:
-        x = frames.movedim(1, 3).contiguous()  # while it is still bytes: colours come out channels last
-        if frames.shape[1] == self.stack:
+    def look(self, observations: Tensor) -> Tensor:
+        """The first convolution's blocks, (batch, height, width, bytes): colours will come out channels last."""
+        return blocks(observations, self.convolutions[0].stride[0]).movedim(1, 3)
+
+    def answer(self, x: Tensor) -> Tensor:
+        first, *others = self.convolutions
+        if x.shape[3] == self.stack * first.stride[0] ** 2:
             x = F.embedding(x.int(), self.colours).flatten(3)
         else:
             x = x.float() / 255
-        x = x.movedim(3, 1)  # (batch, 3 stack, height, width)
-        for layer in self.convolutions:
-            x = F.relu(layer(x))
-        return self.heads(F.relu(self.dense(x.flatten(1))))
+        with torch.autocast("cuda", torch.bfloat16, enabled=x.is_cuda, cache_enabled=False):
+            x = convolve(x.movedim(3, 1), first)
+            for layer in others:
+                x = convolve(blocks(x, layer.stride[0]), layer)
+            x = F.relu(self.dense(x.flatten(1)))
+        return self.heads(x.float())  # bfloat16 is too coarse for log-probabilities and values
 
 
-class VectorPolicy(nn.Module):
+class VectorPolicy(Policy):
     """Observations (batch, numbers) through two tanh layers; the critic has layers of its own."""
 
     def __init__(self, inputs: int, actions: int, seed: int, width: int = 64):
@@ -151,8 +187,8 @@ class VectorPolicy(nn.Module):
         self.policy = orthogonal(nn.Linear(width, actions), 0.01, g)
         self.value = orthogonal(nn.Linear(width, 1), 1.0, g)
 
-    def forward(self, observations: Tensor) -> Tensor:
-        return torch.cat([self.policy(self.actor(observations)), self.value(self.critic(observations))], -1)
+    def answer(self, x: Tensor) -> Tensor:
+        return torch.cat([self.policy(self.actor(x)), self.value(self.critic(x))], -1)
 
 
 def sample(outputs: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -169,7 +205,7 @@ class PPO:
 
     def __init__(
         self,
-        policy: nn.Module,
+        policy: Policy,
         config: Config,
         steps: int,
         agents: int,
@@ -178,8 +214,6 @@ class PPO:
         device: torch.device,
     ):
         self.policy, self.config, self.steps, self.agents = policy.to(device), config, steps, agents
-        if device.type == "cuda":
-            policy.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.minibatch = min(config.ppo_minibatch, steps * agents)
 
         def column(kind: torch.dtype, length: int = steps, *more: int) -> Tensor:
@@ -232,22 +266,22 @@ class PPO:
             advantage = advantage.flatten()
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-5)
         played = (self.actions.flatten(), self.log_probs.flatten(), self.values[:-1].flatten(), advantage, returns)
-        observations = self.observations[:-1].flatten(0, 1)
+        seen = self.policy.look(self.observations[:-1].flatten(0, 1))
         sums: list[Tensor] = []
         for _ in range(config.ppo_epochs):
             order = torch.rand(len(returns), device=returns.device).argsort()
             for start in range(0, len(order) - self.minibatch + 1, self.minibatch):
-                loss, found = self.objective(observations, played, order[start : start + self.minibatch])
+                loss, found = self.objective(seen, played, order[start : start + self.minibatch])
                 self._step(loss)
                 sums.append(found)
         mean = torch.stack(sums).mean(0)
         names = ("policy_loss", "value_loss", "entropy", "divergence")
         return {name: mean[i : i + 1] for i, name in enumerate(names)}
 
-    def _objective(self, observations: Tensor, played: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _objective(self, seen: Tensor, played: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of some rows of what was played, and its parts."""
         actions, log_probs, values, advantage, returns = (column[rows] for column in played)
-        outputs, config = self.policy(observations[rows]), self.config
+        outputs, config = self.policy.answer(seen[rows]), self.config
         found = losses(outputs, actions, log_probs, values, advantage, returns, config.ppo_clip)
         total = found[0] + config.value_coef * found[1] - config.entropy * found[2]
         return total, torch.stack(found).detach()
@@ -255,8 +289,7 @@ class PPO:
     def _step(self, loss: Tensor) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.ppo_grad_clip)
-        self.optimizer.step()
+        clipped_step(self.optimizer, 1, self.config.ppo_grad_clip)
 
 
 def train_vector(
