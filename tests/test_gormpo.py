@@ -572,6 +572,36 @@ def test_a_density_of_other_columns_is_one_line(tmp_path):
         make_agent(make_log(action=2), density_model=str(tmp_path / "d"))
 
 
+def test_the_ensembles_of_another_run(tmp_path, capsys):
+    """Each seed takes its own; what is imagined with them is penalised by another density."""
+    replaylab.save(make_log(), tmp_path / "log.npz")
+    words = f"train mopo --data {tmp_path}/log.npz --preset debug --steps 3 --rollout-every 3 --device cpu --seeds 3 1"
+    assert main([*words.split(), "--out", str(tmp_path / "first")]) == 0
+    words = f"train gormpo --data {tmp_path}/log.npz --preset debug --steps 6 --rollout-every 3 --device cpu --seeds 1"
+    words += f" --dynamics-model {tmp_path}/first --density kde"
+    assert main([*words.split(), "--out", str(tmp_path / "second")]) == 0
+    first, second = (RunFolder(tmp_path / name) for name in ("first", "second"))
+    mine, theirs = second.weights(), first.weights()
+    assert torch.equal(mine["dynamics.elites"], theirs["dynamics.elites"][1:])
+    weight = theirs["dynamics.net.layers.1.weight"]
+    assert torch.equal(mine["dynamics.net.layers.1.weight"], weight[len(weight) // 2 :])
+    assert torch.equal(mine["dynamics.input_mean"], theirs["dynamics.input_mean"])
+    findings = second.info()["findings"]
+    assert "dynamics" not in findings and findings["policy"]["density"]["kind"] == "kde"
+    assert "Held-out rows" in (tmp_path / "second/report.html").read_text()
+    capsys.readouterr()
+    for change, complaint in (
+        ("--seeds 2", "has no seed 2; it has 3, 1"),
+        ("--dynamics-hidden 8 8", "another --members"),
+        (f"--dynamics-model {tmp_path}/none", "none"),
+        (f"--dynamics-model {tmp_path}/first", "has no ensemble that was trained to the end"),
+    ):
+        if "trained" in complaint:
+            first.write_info(findings={})
+        assert main([*words.split(), *change.split(), "--out", str(tmp_path / "third"), "--overwrite"]) == 2
+        assert complaint in capsys.readouterr().err
+
+
 def test_frames_and_discrete_actions_are_refused():
     for spaces in (Spaces([84, 84], "uint8", 3, True), Spaces([2], "float32", 3, True)):
         with pytest.raises(UsageError, match="vector observations and continuous actions"):

@@ -72,6 +72,7 @@ class Config(SACConfig):
     uncertainty: str = knob("none", "penalty from the ensemble", [*ENSEMBLE, "none"])
     uncertainty_coef: float | None = knob(None, "its coefficient; default: by environment and level; 0: none")
     termination: str = knob("auto", "auto, a known environment, none, or your own FILE.py:FUNCTION")
+    dynamics_model: str | None = knob(None, "run folder whose ensembles are taken, seed by seed, instead of training")
     members: int = knob(7, "networks of the ensemble")
     elites: int = knob(5, "of them, how many imagine")
     dynamics_hidden: list[int] = knob([200, 200, 200, 200], "widths of their hidden layers")
@@ -173,22 +174,49 @@ class Agent(nn.Module):
             self.density = DensityFit(config, episodes, len(self.seeds), self.device)
         inputs = self.density.report["inputs"] if self.density else config.density_inputs
         self.penalties = Penalties(config.penalty, coefficient, config.uncertainty, uncertainty_coefficient, inputs)
-        self.fit = self._make_fit(data)
         self._make_imagination(data)
-        found = [self._dynamics(self.fit), self._policy(data)]
+        found = [self._policy(data)]
+        if config.dynamics_model is None:
+            self.fit = self._make_fit(data)
+            found.insert(0, self._dynamics(self.fit))
+        else:
+            self._take_dynamics(config.dynamics_model)
         if self.density is not None and self.density.descent is not None:
             self.optimizers["density"] = self.density.descent.optimizer
             found.insert(0, self.density.phase())
+        elif self.density is not None and not self.density.fitted:  # it needs no steps
+            found[0].begin = self.density.begin
         return found
 
+    def _take_dynamics(self, path: str) -> None:
+        """The ensembles of another run, each seed's from the same seed."""
+        from replaylab.run import RunFolder
+
+        run = RunFolder(path).require()
+        if "dynamics" not in run.info().get("findings", {}) and not run.config().get("dynamics_model"):
+            raise UsageError(f"{path} has no ensemble that was trained to the end")
+        trained, theirs = run.config()["seeds"], under("dynamics.", run.weights())
+        if missing := [seed for seed in self.seeds if seed not in trained]:
+            raise UsageError(f"{path} has no seed {missing[0]}; it has {', '.join(map(str, trained))}")
+        which = [trained.index(seed) for seed in self.seeds]
+        for name, ours in self.dynamics.state_dict().items():
+            found = theirs[name]
+            if not name.startswith(("input_", "target_")):  # of the data, not of a seed
+                found = found.unflatten(0, (len(trained), -1))[which].flatten(0, 1)
+            if found.shape != ours.shape:
+                raise UsageError(
+                    f"{path}: its ensemble's {name} is {tuple(found.shape)}, this one's {tuple(ours.shape)}: it was "
+                    "trained on other columns, or with another --members, --elites or --dynamics-hidden"
+                )
+            ours.copy_(found)
+        self.notes.append(f"ensembles of {path}")
+
     def _dynamics(self, fit: Fit) -> Phase:
-        at_once = self.density is not None and not self.density.fitted and self.density.descent is None
         return Phase(
             "dynamics",
             fit.steps,
             fit,
             fit.update,
-            begin=self.density.begin if self.density and at_once else None,  # a density that needs no steps
             every=fit.batches,
             hook=fit.hook,
             stop=fit.stop,
@@ -200,7 +228,7 @@ class Agent(nn.Module):
         rows = LoggedRows(data.table(self.normalizer), self.seeds, self.real)
         every = self.config.rollout_every
         return Phase(
-            "policy", self.config.steps, rows, self.update, every=every, hook=self.imagine, finish=self._support
+            "policy", self.config.steps, rows, self.update, every=every, hook=self.imagine, finish=self._finish_policy
         )
 
     def _coefficients(self, episodes: Episodes) -> tuple[float, float]:
@@ -284,7 +312,13 @@ class Agent(nn.Module):
         assert self.fit is not None
         findings = self.fit.finish()
         self.fit = None
-        return findings | ({"density": self.density.findings()} if self.density else {})
+        return findings | self._about_density()
+
+    def _finish_policy(self) -> dict[str, Any]:
+        return self._support() | (self._about_density() if self.config.dynamics_model else {})
+
+    def _about_density(self) -> dict[str, Any]:
+        return {"density": self.density.findings()} if self.density else {}
 
     # --- the policy
 

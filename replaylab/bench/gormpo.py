@@ -29,19 +29,29 @@ def _count(seeds: int) -> str:
     return f"{seeds} seed{'s' if seeds > 1 else ''}"
 
 
+def _variants(device: torch.device) -> list[tuple[int, str, str]]:
+    """(seeds, compile, what to call it)"""
+    hows = {"auto": "captured", "on": "compiled + captured"}
+    return (
+        [(n, how, name) for n in (1, 5) for how, name in hows.items()]
+        if device.type == "cuda"
+        else [(1, "off", "eager")]
+    )
+
+
 def dynamics_epoch(device: torch.device) -> Rows:
-    for seeds in _seeds(device):
+    for seeds, compile, how in _variants(device):
         agent, phases = _agent(device, mopo, seeds, 100_000 if device.type == "cuda" else 4_000)
-        fit, stepper = agent.fit, Stepper(phases[0], device)
+        fit, stepper = agent.fit, Stepper(phases[0], device, compile)
 
         def epoch(fit: Any = fit, stepper: Stepper = stepper) -> None:
             fit.hook(0)
             stepper.run(0, fit.batches)
 
         spent = seconds_per_call(epoch, device, 1)
-        what = f"dynamics epoch, 7 members of 4x200, {fit.batches} batches of 256, {_count(seeds)}"
+        what = f"dynamics epoch, 7 members of 4x200, {fit.batches} batches of 256, {_count(seeds)}, {how}"
         yield what, 1e3 * spent, "ms"
-        yield f"one of its updates, {_count(seeds)}", 1e3 * spent / fit.batches, "ms"
+        yield f"one of its updates, {_count(seeds)}, {how}", 1e3 * spent / fit.batches, "ms"
 
 
 def rollout(device: torch.device) -> Rows:
@@ -63,9 +73,9 @@ def rollout(device: torch.device) -> Rows:
 def policy_update(device: torch.device) -> Rows:
     """SAC's update as GORMPO runs it: 12 logged and 244 imagined rows."""
     small = {} if device.type == "cuda" else {"rollout_batch": 1_000}
-    for seeds in _seeds(device):
+    for seeds, compile, how in _variants(device):
         agent, phases = _agent(device, mopo, seeds, 20_000, **small)
-        stepper, count = Stepper(phases[-1], device), 500 if device.type == "cuda" else 20
+        stepper, count = Stepper(phases[-1], device, compile), 500 if device.type == "cuda" else 20
         agent.imagine(0)
 
         def updates(agent: Any = agent, stepper: Stepper = stepper, count: int = count) -> None:
@@ -73,7 +83,7 @@ def policy_update(device: torch.device) -> Rows:
             stepper.run(0, count)
 
         spent = seconds_per_call(updates, device, 1) / count
-        yield f"policy update, batch 12 + 244, 256x256, {_count(seeds)}", 1e3 * spent, "ms"
+        yield f"policy update, batch 12 + 244, 256x256, {_count(seeds)}, {how}", 1e3 * spent, "ms"
 
 
 def realnvp_train(device: torch.device) -> Rows:

@@ -18,7 +18,7 @@ def sections(run: Run) -> list[tuple[str, Html]]:
     dynamics, policy = _dict(findings.get("dynamics")), _dict(findings.get("policy"))
     parts = [
         ("Dynamics ensemble", _ensemble, dynamics),
-        ("Density", _density, _dict(dynamics.get("density"))),
+        ("Density", _density, _dict(dynamics.get("density") or policy.get("density"))),
         ("Support of the policy", _support, _dict(policy.get("support"))),
     ]
     found = []
