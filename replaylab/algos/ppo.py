@@ -13,6 +13,7 @@ is written to a storage that is allocated once. `learn` needs nothing from the h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,14 +87,13 @@ def losses(
 class Policy(nn.Module):
     """Observations -> logits and a value, in one matrix: `look`, which is done once for each, then `answer`."""
 
+    answer: Callable[[Tensor], Tensor]
+
     def forward(self, observations: Tensor) -> Tensor:
         return self.answer(self.look(observations))
 
     def look(self, observations: Tensor) -> Tensor:
         return observations
-
-    def answer(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 def orthogonal(layer: nn.Module, gain: float, generator: torch.Generator) -> nn.Module:
