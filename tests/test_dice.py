@@ -1,45 +1,25 @@
-"""Diffusion-DICE: formulas with the spec's numbers, learning with known answers, acting, resuming."""
+"""Diffusion-DICE: rewards, updates against plain autograd, values that build on the data's return, acting."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from conftest import make_episodes
+from tiny_dice import TINY, make_agent
 
-import replaylab
-from replaylab import results
-from replaylab.algos import Spaces
 from replaylab.algos import diffusion_dice as dice
-from replaylab.cli import main
 from replaylab.data.episodes import from_rows
 from replaylab.data.rewards import drifting_returns, name_of, tuned_rewards
-from replaylab.data.toys import toy_bandit, toy_reward
-from replaylab.errors import DataError, UsageError
-from replaylab.models.mlp import generators
-from replaylab.models.score import GuideNet
-from replaylab.models.sdice import Critics, Value, aggregated, conjugate, guide_loss, value_loss, weights
-from replaylab.models.solver import blend, plan, solve
-from replaylab.run import RunFolder
+from replaylab.errors import DataError
+from replaylab.models.sdice import aggregated, weights
+from replaylab.models.solver import blend
 from replaylab.step import Stepper
-from replaylab.train import Interrupted, Trainer
 
 CPU = torch.device("cpu")
-TINY = {
-    "behavior_steps": 6, "critic_steps": 8, "behavior_batch": 16, "behavior_width": 16, "batch_size": 8,
-    "noise_copies": 3, "hidden": [16, 16], "guide_hidden": [16, 16], "ensemble": 3, "candidates": 4, "solver_steps": 5,
-    "lr_decay": True, "min_lr": 1e-5, "normalize": False, "returns_steps": 0, "advantage": False,
-}  # fmt: skip
-
-
-def make_agent(log=None, seeds=(0,), **settings):
-    log = make_episodes() if log is None else log
-    agent = dice.Agent(dice.Config(**TINY | settings), Spaces.of(log), list(seeds), CPU)
-    return agent, agent.phases(log)
 
 
 def train(phases, upto=None):
@@ -49,90 +29,6 @@ def train(phases, upto=None):
         steps = min(left, phase.steps)
         Stepper(phase, CPU).run(0, steps) if steps else None
         left -= steps
-
-
-def count(net):
-    return sum(p.numel() for p in net.parameters())
-
-
-# --- formulas
-
-
-def test_conjugate_and_weights():
-    y = torch.tensor([-3, -1, 0.5, 2, 10], dtype=torch.float64)
-    np.testing.assert_allclose(conjugate(y), [-0.950213, -0.632121, 0.5625, 3, 35], atol=1e-6)
-    np.testing.assert_allclose(weights(y), [0.049787, 0.367879, 1.25, 2, 6], atol=1e-6)
-    y = torch.tensor([-9.0, -2.0, 0.3, 60.0], requires_grad=True)
-    torch.testing.assert_close(torch.autograd.grad(conjugate(y).sum(), y)[0], weights(y.detach()))  # its derivative
-    assert weights(torch.tensor(500.0)) == 100 and 0 < weights(torch.tensor(-500.0)) < 1e-39
-
-
-def test_guide_loss():
-    energy = torch.tensor([[[0.1, -0.2], [0.3, 1.5]]], dtype=torch.float64)
-    weight = torch.tensor([[2, 0.5]], dtype=torch.float64)
-    np.testing.assert_allclose(guide_loss(energy, weight)[0], [1.31702145], atol=1e-6)
-    larger = torch.tensor([[[3.0, 4.0]]], dtype=torch.float64)
-    np.testing.assert_allclose(guide_loss(larger, weight[:, :1])[0], [9.69910875], atol=1e-6)
-    scale = math.exp(-0.2)  # a constant to autograd: the slope is that of the loss without it, times it
-    plain = torch.autograd.functional.jacobian(lambda e: (weight[..., None] * (-e).exp() + e).mean(), energy)
-    torch.testing.assert_close(guide_loss(energy, weight)[1], plain * scale)
-    loss, slope = guide_loss(torch.tensor([[[-1e4, 5.0]]]), torch.tensor([[2.0]]))
-    assert loss.isfinite().all() and slope.isfinite().all() and slope[0, 0, 0] < 0
-
-
-def test_slopes_are_autograd():
-    value, target = torch.randn(2, 30, requires_grad=True), torch.randn(2, 30)
-    expected = torch.autograd.grad(value_loss(value, target, 0.3)[0].sum(), value)[0]
-    torch.testing.assert_close(value_loss(value.detach(), target, 0.3)[1], expected)
-    far = torch.tensor([[-500.0, 500.0]])
-    assert all(part.isfinite().all() for part in value_loss(far, -far, 0.1))
-    critics = Critics(generators([0, 1], 5), 2, 3, [8], original=False)
-    values, goal = torch.randn(2, 5, 30, requires_grad=True), torch.randn(2, 30)
-    errors = (values - goal[:, None]).square().mean(2)
-    loss = errors[:, 0] + errors[:, 1] + errors[:, 2:].mean(1)
-    torch.testing.assert_close(critics.loss(values.detach(), goal)[1], torch.autograd.grad(loss.sum(), values)[0])
-
-
-def test_guidance_learns_the_log_of_the_mean_weight():
-    """Two actions, -1 with weight 2 and 1 with weight 0.4: what noise makes of them is known in closed form."""
-    torch.manual_seed(0)
-    net = GuideNet(generators([0]), 1, 1, [32, 32], balanced=True)
-    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], 5e-3)
-    time, state = torch.full((1, 1, 1), 0.2), torch.zeros(1, 1, 1)
-    alpha, sigma = (float(x) for x in blend(time))
-    for _ in range(400):
-        sign = torch.randint(0, 2, (1, 512)) * 2.0 - 1
-        noisy = alpha * sign + sigma * torch.randn(1, 512)
-        energy = net.body(noisy.view(1, -1, 1), net.condition(time, state))
-        _, slope = guide_loss(energy[..., None].detach(), torch.where(sign < 0, 2.0, 0.4))
-        optimizer.zero_grad()
-        energy.backward(slope[..., 0])
-        optimizer.step()
-    x = torch.linspace(-1, 1, 9)
-    share = torch.sigmoid(-2 * alpha * x / sigma**2)  # chance that the action was -1
-    found = net.body(x.view(1, -1, 1), net.condition(time, state))[0].detach()
-    torch.testing.assert_close(found, (2 * share + 0.4 * (1 - share)).log(), rtol=0, atol=0.12)
-
-
-def test_v_weighs_the_data_by_one():
-    """At the optimum of the value loss the mean weight of a state is 1."""
-    target, value = torch.randn(1, 500), torch.zeros(1, 1)
-    for _ in range(500):
-        _, slope, y = value_loss(value.expand(1, 500), target, 0.3)
-        value -= 0.1 * slope.sum(1, keepdim=True)
-    assert abs(float(weights(y).mean()) - 1) < 1e-3
-
-
-def test_as_many_parameters_as_the_original():
-    for state, action, twins, value, ten in (
-        (11, 3, 139_778, 70_145, 698_890), (17, 6, 144_386, 71_681, 721_930), (29, 8, 151_554, 74_753, 757_770),
-    ):  # fmt: skip
-        critics = Critics(generators([0], 12), 1, state + action, [256, 256], original=True)
-        assert count(critics.targets) == twins and count(critics.nets) == twins + ten
-        assert count(Value(generators([0]), state, [256, 256])) == value
-    first, _, last = critics.nets.layers
-    assert 1 / 17 < first.weight[2:].abs().max() <= 1 / 16 < 0.15 < first.weight[:2].abs().max()
-    assert 0.99 < last.weight[2:].abs().max() <= 1 and last.weight[:2].abs().max() <= 1 / 16
 
 
 # --- rewards
@@ -317,6 +213,75 @@ def test_running_mean_of_the_weights():
     assert agent.acting_score is agent.average and make_agent()[0].acting_score is not None
 
 
+# --- the data's return
+
+
+def test_values_build_on_the_data_s_return():
+    """r + gamma b(s') - b(s) by hand, b near the discounted return, and the same b whoever trains."""
+    log = make_episodes(lengths=(30, 20, 40))
+    settings = {"returns_steps": 800, "gamma": 0.9, "rewards": "raw", "batch_size": 64, "hidden": [32, 32]}
+    agent, phases = make_agent(log, (0, 5), normalize=True, **settings)
+    assert [p.name for p in phases] == ["returns", "behavior", "critic"] and not phases[0].evaluates
+    Stepper(phases[0], CPU).run(0, 800)
+    b = agent.usual(torch.tensor(log.observations)[None])[0].detach()
+    to_go = torch.tensor(log.returns_to_go(0.9)).float()
+    assert (b - to_go).square().mean() < 0.6 * to_go.var()  # rewards are noise here; it has found most of what there is
+    phases[0].finish()
+    index = torch.tensor([[3, 29, 60]])  # inside, the last row of an episode that ends, inside
+    got = phases[2].sampler.gather(index.expand(2, -1))
+    after = agent.usual(got["next_observations"][:1])[0]
+    left = 0.9 * (1 - got["terminated"][0])
+    assert got["terminated"][0].tolist() == [0, 1, 0]
+    expected = torch.tensor(log.rewards[index[0]]).float() + left * after - b[index[0]]
+    torch.testing.assert_close(got["rewards"][0], expected, rtol=1e-4, atol=1e-4)
+    alone, others = make_agent(log, (5,), normalize=True, **settings)
+    Stepper(others[0], CPU).run(0, 800)
+    torch.testing.assert_close(alone.returns.layers[0].weight, agent.returns.layers[0].weight)
+
+
+@pytest.mark.parametrize("trace", [0.0, 0.7])
+def test_a_backup_over_the_data_s_returns(trace):
+    """Rewards become what followed beyond b, faded by the trace, of deviation 1. Q learns just that, nothing of V."""
+    log = make_episodes(lengths=(30, 20, 40))
+    settings = {"returns_steps": 50, "gamma": 0.9, "rewards": "raw", "ensemble": 2, "lr_decay": False}
+    agent, phases = make_agent(log, backup="data", trace=trace, **settings)
+    Stepper(phases[0], CPU).run(0, 50)
+    phases[0].finish()
+    b = agent.usual(torch.tensor(log.observations)[None])[0].detach().numpy()
+    after = agent.usual(torch.tensor(log.next_observations())[None])[0].detach().numpy()
+    expected, gain = np.zeros(len(log)), 0.0
+    for row in range(len(log) - 1, -1, -1):
+        surprise = log.rewards[row] + 0.9 * (1 - log.terminated[row]) * after[row] - b[row]
+        ends = row in log.last_rows
+        surprise = 0.0 if ends and not log.terminated[row] and not log.final_known[log.episode_ids[row]] else surprise
+        gain = surprise + (0.0 if ends else 0.9 * trace * gain)
+        expected[row] = gain
+    np.testing.assert_allclose(agent.usual.store.rewards.numpy(), expected / expected.std(), rtol=1e-4, atol=1e-4)
+    batch = phases[2].sampler.gather(torch.from_numpy(phases[2].sampler.draw(0, 1)[0]))
+    with torch.no_grad():
+        q = agent.critics(batch["observations"], batch["actions"])[:, :2]
+        loss = (q - batch["rewards"][:, None]).square().mean(2).sum(1)
+    torch.testing.assert_close(agent.critic_update(batch)["critic_loss"], loss)
+
+
+@pytest.mark.parametrize("terminates", [False, True])
+def test_an_episode_that_was_cut_goes_on_unseen(terminates):
+    """One state, reward -1: episodes of five steps that end there are worth -3 on the mean, cut ones -10."""
+    rows = 50
+    ends = np.arange(rows) % 5 == 4
+    log = from_rows(
+        np.ones((rows, 2), np.float32), np.zeros((rows, 1), np.float32), np.full(rows, -1.0, np.float32),
+        ends & terminates, ends & (not terminates), np.ones((rows, 2), np.float32),
+    )  # fmt: skip
+    settings = {"returns_steps": 2000, "gamma": 0.9, "rewards": "raw", "batch_size": 64, "hidden": [16]}
+    agent, phases = make_agent(log, **settings)
+    Stepper(phases[0], CPU).run(0, 1000)
+    Stepper(phases[0], CPU).run(1000, 1000)
+    found = agent.usual(torch.ones(1, 1, 2)).item()
+    alone = np.mean([-(1 - 0.9**k) / 0.1 for k in range(1, 6)])
+    assert found == pytest.approx(alone if terminates else -10, rel=0.05)
+
+
 # --- acting
 
 
@@ -381,315 +346,3 @@ def test_a_behavior_model_acts_alone():
     assert [p.name for p in phases] == ["behavior"] and phases[0].evaluates and set(agent.optimizers) == {"score"}
     agent.eval()
     assert agent.act(torch.randn(1, 5, 4))[0].shape == (1, 5, 2)
-
-
-# --- through the front door
-
-
-class Still(gymnasium.Env):
-    """Two steps; the reward is the first number of the action."""
-
-    observation_space = gymnasium.spaces.Box(-9, 9, (4,), np.float32)
-    action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.left = 2
-        return np.zeros(4, np.float32), {}
-
-    def step(self, action):
-        self.left -= 1
-        return np.zeros(4, np.float32), float(action[0]), self.left == 0, False, {}
-
-
-if "DiceStill-v0" not in gymnasium.registry:
-    gymnasium.register("DiceStill-v0", Still)
-
-FRONT = TINY | {"device": "cpu", "env": "DiceStill-v0", "eval_every": 4, "eval_episodes": 2, "final_episodes": 2}
-
-
-def weights_of(path):
-    return RunFolder(path).load()[:2]
-
-
-def stop_after(monkeypatch, updates):
-    """Ctrl-C after so many updates."""
-    seen = []
-
-    def run(self, start, steps, original=Stepper.run):
-        original(self, start, steps)
-        seen.append(steps)
-
-    def stopped(self):
-        return sum(seen) >= updates
-
-    monkeypatch.setattr(Stepper, "run", run)
-    monkeypatch.setattr(Trainer, "stopped", property(stopped, lambda self, value: None), raising=False)
-
-
-def cut_and_resumed(log, tmp_path, monkeypatch, cut, settings):
-    """A run that is stopped and resumed must end with the weights and optimisers of one that was not."""
-    replaylab.train("diffusion-dice", log, out=tmp_path / "whole", **settings)
-    with monkeypatch.context() as patch:
-        stop_after(patch, cut)
-        with pytest.raises(Interrupted):
-            replaylab.train("diffusion-dice", log, out=tmp_path / "cut", **settings)
-    replaylab.train("diffusion-dice", log, out=tmp_path / "cut", resume=True, **settings)
-    for a, b in zip(weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut"), strict=True):
-        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-@pytest.mark.parametrize("schedule", ["in-turn", "together"])
-@pytest.mark.parametrize("cut", [3, 6, 9])
-def test_a_cut_run_ends_like_a_whole_one(schedule, cut, tmp_path, monkeypatch):
-    """Cut within the first phase, at the boundary, and in the second one."""
-    settings = FRONT | {"schedule": schedule, "behavior_steps": 6, "critic_steps": 11, "seeds": [0, 1]}
-    cut_and_resumed(make_episodes(), tmp_path, monkeypatch, cut, settings)
-    steps = {line["step"] for line in RunFolder(tmp_path / "cut").lines("eval.jsonl")}
-    assert min(steps) == (10 if schedule == "in-turn" else 4)  # nothing to evaluate while there is no critic
-
-
-@pytest.mark.parametrize("cut", [3, 8, 13])
-def test_a_cut_run_with_an_estimate_of_the_return(cut, tmp_path, monkeypatch):
-    settings = FRONT | {"returns_steps": 5, "behavior_steps": 6, "critic_steps": 7, "normalize": True}
-    cut_and_resumed(make_episodes(), tmp_path, monkeypatch, cut, settings)
-
-
-def test_values_build_on_the_data_s_return():
-    """r + gamma b(s') - b(s) by hand, b near the discounted return, and the same b whoever trains."""
-    log = make_episodes(lengths=(30, 20, 40))
-    settings = {"returns_steps": 800, "gamma": 0.9, "rewards": "raw", "batch_size": 64, "hidden": [32, 32]}
-    agent, phases = make_agent(log, (0, 5), normalize=True, **settings)
-    assert [p.name for p in phases] == ["returns", "behavior", "critic"] and not phases[0].evaluates
-    Stepper(phases[0], CPU).run(0, 800)
-    b = agent.usual(torch.tensor(log.observations)[None])[0].detach()
-    to_go = torch.tensor(log.returns_to_go(0.9)).float()
-    assert (b - to_go).square().mean() < 0.6 * to_go.var()  # rewards are noise here; it has found most of what there is
-    phases[0].finish()
-    index = torch.tensor([[3, 29, 60]])  # inside, the last row of an episode that ends, inside
-    got = phases[2].sampler.gather(index.expand(2, -1))
-    after = agent.usual(got["next_observations"][:1])[0]
-    left = 0.9 * (1 - got["terminated"][0])
-    assert got["terminated"][0].tolist() == [0, 1, 0]
-    expected = torch.tensor(log.rewards[index[0]]).float() + left * after - b[index[0]]
-    torch.testing.assert_close(got["rewards"][0], expected, rtol=1e-4, atol=1e-4)
-    alone, others = make_agent(log, (5,), normalize=True, **settings)
-    Stepper(others[0], CPU).run(0, 800)
-    torch.testing.assert_close(alone.returns.layers[0].weight, agent.returns.layers[0].weight)
-
-
-@pytest.mark.parametrize("trace", [0.0, 0.7])
-def test_a_backup_over_the_data_s_returns(trace):
-    """Rewards become what followed beyond b, faded by the trace, of deviation 1. Q learns just that, nothing of V."""
-    log = make_episodes(lengths=(30, 20, 40))
-    settings = {"returns_steps": 50, "gamma": 0.9, "rewards": "raw", "ensemble": 2, "lr_decay": False}
-    agent, phases = make_agent(log, backup="data", trace=trace, **settings)
-    Stepper(phases[0], CPU).run(0, 50)
-    phases[0].finish()
-    b = agent.usual(torch.tensor(log.observations)[None])[0].detach().numpy()
-    after = agent.usual(torch.tensor(log.next_observations())[None])[0].detach().numpy()
-    expected, gain = np.zeros(len(log)), 0.0
-    for row in range(len(log) - 1, -1, -1):
-        surprise = log.rewards[row] + 0.9 * (1 - log.terminated[row]) * after[row] - b[row]
-        ends = row in log.last_rows
-        surprise = 0.0 if ends and not log.terminated[row] and not log.final_known[log.episode_ids[row]] else surprise
-        gain = surprise + (0.0 if ends else 0.9 * trace * gain)
-        expected[row] = gain
-    np.testing.assert_allclose(agent.usual.store.rewards.numpy(), expected / expected.std(), rtol=1e-4, atol=1e-4)
-    batch = phases[2].sampler.gather(torch.from_numpy(phases[2].sampler.draw(0, 1)[0]))
-    with torch.no_grad():
-        q = agent.critics(batch["observations"], batch["actions"])[:, :2]
-        loss = (q - batch["rewards"][:, None]).square().mean(2).sum(1)
-    torch.testing.assert_close(agent.critic_update(batch)["critic_loss"], loss)
-
-
-def test_stages_in_separate_runs(tmp_path):
-    log = make_episodes()
-    both = replaylab.train("diffusion-dice", log, out=tmp_path / "both", **FRONT | {"seeds": [0, 1]})
-    behavior = replaylab.train(
-        "diffusion-dice", log, out=tmp_path / "b", **FRONT | {"stage": "behavior", "seeds": [1, 0]}
-    )
-    assert RunFolder(behavior).lines("eval.jsonl")
-    settings = FRONT | {"stage": "critic", "behavior": str(behavior), "seeds": [0, 1]}
-    critic = replaylab.train("diffusion-dice", log, out=tmp_path / "c", **settings)
-    one, two = weights_of(both)[0], weights_of(critic)[0]
-    assert all(torch.equal(one[k], two[k]) for k in one if k != "behavior_done")
-    behavior.rename(tmp_path / "gone")  # a trained run needs it no more
-    assert replaylab.load_policy(critic, seed=1).act(np.zeros(4)).shape == (2,)
-    settings["behavior"] = str(tmp_path / "gone")
-    with pytest.raises(UsageError, match="has no seed 4; it has 1, 0"):
-        replaylab.train("diffusion-dice", log, out=tmp_path / "d", **settings | {"seeds": [0, 4]})
-    with pytest.raises(UsageError, match="another width"):
-        replaylab.train("diffusion-dice", log, out=tmp_path / "e", **settings | {"behavior_width": 32})
-    with pytest.raises(UsageError, match="another setting of normalize"):
-        replaylab.train("diffusion-dice", log, out=tmp_path / "h", **settings | {"normalize": True})
-    wider = make_episodes(observation=5, action=3)
-    with pytest.raises(UsageError, match="states of 4 numbers and actions of 2, this data has 5 and 3"):
-        replaylab.train("diffusion-dice", wider, out=tmp_path / "f", **settings | {"env": None})
-    bc = replaylab.train("bc", log, out=tmp_path / "bc", steps=1, device="cpu")
-    with pytest.raises(UsageError, match="no behaviour model"):
-        replaylab.train("diffusion-dice", log, out=tmp_path / "g", **settings | {"behavior": str(bc)})
-
-
-def test_a_single_behavior_model_serves_all_seeds(tmp_path):
-    log = make_episodes()
-    run = replaylab.train("diffusion-dice", log, out=tmp_path / "b", **FRONT | {"stage": "behavior", "seeds": [4]})
-    agent, phases = make_agent(log, (0, 1), stage="critic", behavior=str(run))
-    phases[0].begin()
-    trained = weights_of(run)[0]["score.out.weight"]
-    assert torch.equal(agent.score.out.weight, torch.cat([trained, trained]))
-
-
-def test_a_sweep_without_training(tmp_path, capsys):
-    log = make_episodes()
-    run = replaylab.train("diffusion-dice", log, out=tmp_path / "r", **FRONT | {"seeds": [0, 1]})
-    words = "--guidance 0 1.5 --candidates 1 3 --filter max softmax --solver-steps 4 --episodes 2 --device cpu"
-    assert main(["eval", str(run), *words.split()]) == 0
-    swept = [line for line in RunFolder(run).lines("eval.jsonl") if line["settings"]]
-    assert len(swept) == 2 * 2 * 2 * 2 and {line["settings"]["guidance"] for line in swept} == {0.0, 1.5}
-    capsys.readouterr()
-    assert main(["eval", str(run), "--candidates", "0", "--device", "cpu"]) == 2
-    assert "candidates must be at least 1" in capsys.readouterr().err
-    page = replaylab.report([run], tmp_path / "page.html").read_text()
-    assert "Guidance and candidates" in page and "1.5" in page
-    read = results.read_runs([run])[0]
-    read.info["findings"] = {"critic": {"guidance": "<b>", "data": [[1], "x"], "both": 3}}
-    from replaylab.sections.diffusion_dice import sections
-
-    assert "<b>" not in "".join(title + body for title, body in sections(read))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"alpha": 0.0}, "alpha must be above 0"),
-        ({"alpha": -1.0}, "alpha must be above 0, not -1"),
-        ({"candidates": 0}, "candidates must be at least 1"),
-        ({"solver_steps": 0}, "solver_steps must be at least 1"),
-        ({"solver_order": 3}, "solver_order must be 1 or 2"),
-        ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"backup": "data", "returns_steps": 0}, "returns_steps must be above 0"),
-        ({"trace": 1.5}, "trace must be from 0 to 1"),
-        ({"stage": "critic"}, "belong together"),
-        ({"behavior": "x"}, "belong together"),
-        ({"stage": "critic", "behavior": "/nowhere"}, "not a run folder"),
-    ],
-)
-def test_what_does_not_fit_is_said(settings, message, tmp_path):
-    with pytest.raises(UsageError, match=message):
-        replaylab.train("diffusion-dice", make_episodes(), out=tmp_path / "r", **FRONT | settings)
-
-
-def test_discrete_actions_are_refused():
-    with pytest.raises(UsageError, match="continuous actions"):
-        make_agent(make_episodes(discrete=True))
-
-
-def test_a_broken_critic_stops_and_is_named(tmp_path):
-    log = replace(make_episodes(), rewards=np.full(16, 1e38))
-    with pytest.raises(DataError, match=r"became NaN or infinite at step"):
-        replaylab.train("diffusion-dice", log, out=tmp_path / "r", **FRONT | {"rewards": "raw"})
-
-
-def test_every_preset_is_of_known_settings():
-    known = set(dice.Config.__dataclass_fields__) | {"eval_every", "eval_episodes", "final_episodes"}
-    for preset in dice.PRESETS.values():
-        assert set(preset) <= known
-        dice.Config(**{k: v for k, v in preset.items() if k in dice.Config.__dataclass_fields__})
-    assert set(dice.ACTING) <= known
-    paper, maze = dice.PRESETS["paper"], dice.PRESETS["antmaze"]
-    assert (paper["behavior_steps"], paper["critic_steps"], maze["noise_copies"]) == (600_000, 1_000_000, 32)
-
-
-# --- the bandit
-
-
-def test_the_bandit_takes_its_own_preset():
-    assert dice.usual_preset(toy_bandit(10, 0)) == "toy" and dice.usual_preset(make_episodes()) is None
-
-
-def test_the_bandit():
-    log = toy_bandit(20_000, 1)
-    radius = np.linalg.norm(log.actions, axis=1)
-    assert radius.min() >= 0.25 - 1e-6 and radius.max() <= 1.5 + 1e-6 and (log.lengths == 1).all()
-    share = (math.exp(-0.5) - math.exp(-1.125)) / (math.exp(-0.03125) - math.exp(-1.125))
-    assert abs((radius > 1).mean() - share) < 0.01  # of a normal pair between the circles
-    at = np.array([[0, 0.25], [0.5, 0], [0, -1], [1.5, 0], [0.75, 0], [0, 0.0]])
-    np.testing.assert_allclose(toy_reward(at), [0.8, -1, 1, -1, 0, -1], atol=1e-12)
-    np.testing.assert_allclose(log.rewards, toy_reward(log.actions))
-    assert log.env_id is None and np.array_equal(toy_bandit(50, 3).actions, toy_bandit(50, 3).actions)
-
-
-def ring(actions):
-    """Shares of actions within 0.1 of the best circle, and in the hole."""
-    radius = np.linalg.norm(np.asarray(actions)[:, :2], axis=1)
-    return (np.abs(radius - 1) < 0.1).mean(), (radius < 0.25).mean()
-
-
-def exact_choice(guided, alpha=0.005, choices=40, candidates=16):
-    """The bandit with nothing learnt: score and guidance of 800 logged actions in closed form, and an estimate of the
-    reward that is right where there is data and has a false peak of 1.84 in the hole."""
-    log, table = toy_bandit(800), plan(15, 2)
-    actions, rewards = torch.tensor(log.actions), torch.tensor(log.rewards)
-    low, high = -2.0, 1.0
-    for _ in range(50):  # V, at which the mean weight is 1
-        value = (low + high) / 2
-        low, high = (value, high) if weights((rewards - value) / alpha).mean() > 1 else (low, value)
-    log_weight = weights((rewards - value) / alpha).log().float() if guided else torch.zeros(800)
-
-    def guess(x, i):
-        squares = (x[:, None] - table.alphas[i] * actions).square().sum(-1)
-        return (log_weight - squares / (2 * table.sigmas[i] ** 2)).softmax(-1) @ actions
-
-    drawn = solve(guess, torch.randn(choices * candidates, 2), table).view(choices, candidates, 2)
-    radius = drawn.norm(dim=-1)
-    estimate = torch.where(radius < 0.25, 1.84 - 4.16 * radius, torch.from_numpy(toy_reward(drawn.numpy())))
-    return drawn[torch.arange(choices), estimate.argmax(1)]
-
-
-def test_guidance_keeps_selection_out_of_the_hole():
-    torch.manual_seed(0)
-    assert ring(exact_choice(guided=True))[0] >= 0.95
-    assert ring(exact_choice(guided=False))[1] > 0.1
-
-
-@pytest.mark.slow
-def test_guidance_and_selection_find_the_ring(tmp_path):
-    settings = {"final_episodes": 0, "device": "cpu", "preset": "toy"}
-    run = replaylab.train("diffusion-dice", toy_bandit(), out=tmp_path / "r", **settings)
-    found = RunFolder(run).info()["findings"]["critic"]
-    assert ring(found["both"])[0] >= 0.95
-    selected, guided = ring(found["selection alone"]), ring(found["guidance alone"])
-    assert selected[0] < 0.6 and selected[1] > 0.4  # drawn into the hole
-    assert guided[0] < 0.8 and guided[1] < 0.02  # out of the hole, but not at the best
-    chosen = np.array(found["selection alone"])
-    hole = np.linalg.norm(chosen[:, :2], axis=1) < 0.2
-    assert chosen[hole, 2].min() > 0.5  # because Q believes in the hole; the best there is, is 0.5
-    page = replaylab.report([run], tmp_path / "page.html").read_text()
-    assert "selection alone" in page and "One state" in page
-
-
-def test_the_sample_with_the_debug_preset(tmp_path):
-    pytest.importorskip("mujoco")
-    run = replaylab.train("diffusion-dice", "sample", out=tmp_path / "r", preset="debug", device="cpu", critic_steps=20)
-    lines = RunFolder(run).lines("metrics.jsonl")
-    loss = [line["score_loss"] for line in lines if line["phase"] == "behavior"]
-    assert np.mean(loss[-20:]) < 0.8 * np.mean(loss[:20]) and RunFolder(run).lines("eval.jsonl")
-
-
-@pytest.mark.parametrize("terminates", [False, True])
-def test_an_episode_that_was_cut_goes_on_unseen(terminates):
-    """One state, reward -1: episodes of five steps that end there are worth -3 on the mean, cut ones -10."""
-    rows = 50
-    ends = np.arange(rows) % 5 == 4
-    log = from_rows(
-        np.ones((rows, 2), np.float32), np.zeros((rows, 1), np.float32), np.full(rows, -1.0, np.float32),
-        ends & terminates, ends & (not terminates), np.ones((rows, 2), np.float32),
-    )  # fmt: skip
-    settings = {"returns_steps": 2000, "gamma": 0.9, "rewards": "raw", "batch_size": 64, "hidden": [16]}
-    agent, phases = make_agent(log, **settings)
-    Stepper(phases[0], CPU).run(0, 1000)
-    Stepper(phases[0], CPU).run(1000, 1000)
-    found = agent.usual(torch.ones(1, 1, 2)).item()
-    alone = np.mean([-(1 - 0.9**k) / 0.1 for k in range(1, 6)])
-    assert found == pytest.approx(alone if terminates else -10, rel=0.05)

@@ -1,14 +1,15 @@
+"""The decision transformer: learning with answers worked out by hand, acting, frames."""
+
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from conftest import make_episodes
+from tiny_dt import TINY, make_agent
 
 import replaylab
 from replaylab.algos import Spaces, dt
@@ -16,131 +17,17 @@ from replaylab.cli import main
 from replaylab.data.episodes import from_rows
 from replaylab.data.sample import FrameStacks, Store, Windows
 from replaylab.errors import UsageError
-from replaylab.models.gpt import STYLES, DecisionTransformer, Shape
-from replaylab.models.mlp import generators
 from replaylab.models.pixels import NatureCNN
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
 
 CPU = torch.device("cpu")
-TINY = {"context": 4, "width": 16, "layers": 2, "heads": 2, "batch_size": 8, "warmup_steps": 1, "steps": 20}
 BREAKOUT = "tests/data/dqn_replay/Breakout"
-
-
-def make_agent(log, seeds=(0,), **settings):
-    agent = dt.Agent(dt.Config(**TINY | settings), Spaces.of(log), list(seeds), CPU)
-    return agent, agent.phases(log)[0]
-
-
-def count(model):
-    return sum(p.numel() for p in model.parameters())
 
 
 @pytest.fixture(scope="module")
 def pixels():
     return replaylab.load(BREAKOUT)
-
-
-# --- the model
-
-
-def test_as_many_parameters_as_the_original():
-    hopper = Shape((11,), 3, False)
-    assert count(DecisionTransformer(generators([0]), hopper)) == 726_019
-    both = count(DecisionTransformer(generators([0]), Shape((11,), 3, False, ahead=True)))
-    assert both + 1 * 128 == 727_695  # the original keeps a token table of one row that nothing reads
-    cheetah = count(DecisionTransformer(generators([0]), Shape((17,), 6, False, ahead=True)))
-    assert cheetah + 128 == 730_008
-    assert count(DecisionTransformer(generators([0, 1, 2]), hopper)) == 3 * 726_019
-    breakout = Shape((4, 84, 84), 4, True, 30, 128, 6, 8, "gelu", style="tanh", max_timestep=2655)
-    unused_table, spare_place, our_bias = 4 * 128, 128, 4
-    assert count(DecisionTransformer(generators([0]), breakout)) == 2_022_688 - unused_table - spare_place + our_bias
-
-
-def test_initial_weights():
-    gym = DecisionTransformer(generators([0]), Shape((11,), 3, False))
-    for layer in (gym.blocks[0].qkv, gym.blocks[2].down):
-        assert abs(layer.weight.std() - 0.02) < 0.001 and (layer.bias == 0).all()
-    assert abs(gym.embed_timestep.weight.std() - 0.02) < 0.001
-    original, _ = make_agent(make_episodes(), timestep_std=1.0, max_timestep=1000)
-    assert abs(original.model.embed_timestep.weight.std() - 1) < 0.02
-    assert gym.embed_state.weight.abs().max() <= 11**-0.5 and (gym.head.bias != 0).all()
-    atari = DecisionTransformer(generators([0]), Shape((4, 84, 84), 4, True, 30, style="tanh"))
-    assert (atari.embed_timestep.weight == 0).all() and (atari.embed_place.weight == 0).all()
-    assert abs(atari.head.weight.std() - 0.02) < 0.003 and abs(atari.embed_action.weight.std() - 0.02) < 0.003
-    assert 0.5 < atari.embed_return.weight.abs().max() <= 1
-
-
-def random_inputs(shape, batch=3, members=2):
-    g = torch.Generator().manual_seed(1)
-    k, lead = shape.context, (members, batch)
-    states = torch.randn(*lead, k, shape.width, generator=g)
-    actions = torch.randint(shape.actions, (*lead, k), generator=g)
-    actions = actions if shape.discrete else torch.randn(*lead, k, shape.actions, generator=g)
-    steps = torch.arange(k).expand(*lead, k)
-    return [states, actions, torch.randn(*lead, k, generator=g), steps]
-
-
-def make_model(**changes):
-    shape = Shape(
-        **{"observation": (5,), "actions": 3, "discrete": False, "context": 6, "width": 16, "heads": 2} | changes
-    )
-    model = DecisionTransformer(generators([0, 1]), shape).eval()
-    for name, parameter in model.named_parameters():  # tables that start from zero would hide mistakes
-        if "embed" in name:
-            torch.nn.init.normal_(parameter, 0, 0.3, generator=torch.Generator().manual_seed(len(name)))
-    return model, random_inputs(shape)
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("discrete", [False, True])
-def test_nothing_depends_on_the_future(style, discrete):
-    model, inputs = make_model(style=style, discrete=discrete)
-    before = model(*inputs)
-    for part, token in ((2, 0), (0, 1), (1, 2)):  # return, state, action of step 3
-        changed = [x.clone() for x in inputs]
-        changed[part][:, :, 3] = (changed[part][:, :, 3] + 1) % 3
-        moved = (model(*changed) - before).abs().amax((0, 1, 4)) > 1e-6  # (steps, tokens)
-        expected = torch.arange(18).view(6, 3) >= 3 * 3 + token
-        assert torch.equal(moved, expected)
-
-
-def test_measured_numbers_are_not_rounded_to_bfloat16():
-    """Returns of 3.600 and 3.604 are one number to bfloat16, which has 3.594 and 3.609."""
-    layer = DecisionTransformer(generators([0]), Shape((11,), 3, False)).embed_return
-    with torch.autocast("cpu", torch.bfloat16):
-        told = layer(torch.tensor([[[3.600], [3.604]]]))
-    assert told.dtype == torch.float32 and not torch.equal(told[0, 0], told[0, 1])
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_padding_changes_nothing(style):
-    model, inputs = make_model(style=style)
-    before = model(*inputs)
-    changed = [x.clone() for x in inputs]
-    for part in changed[:3]:
-        part[:, :, 4:] += 7
-    changed[3][:, :, 4:] = 5
-    torch.testing.assert_close(model(*changed)[:, :, :4], before[:, :, :4])
-    assert before.isfinite().all()
-    alone = model(*[x[:, :, :4] for x in inputs])  # the same steps without any padding
-    torch.testing.assert_close(alone, before[:, :, :4], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("returns", [True, False])
-def test_only_what_is_read_is_computed(returns):
-    model, inputs = make_model(returns=returns)
-    whole = model(*inputs)
-    torch.testing.assert_close(model(*inputs, model.states), whole[..., -2, :], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model(*inputs, slice(-2, -1)), whole[:, :, -1:, -2], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [{}, {"style": "tanh", "discrete": True}])
-def test_members_do_not_mix(shape):
-    model, inputs = make_model(**shape)
-    alone = DecisionTransformer(generators([1]), model.shape).eval()
-    alone.load_state_dict({name: value[1:] for name, value in model.state_dict().items()})
-    torch.testing.assert_close(alone(*[x[1:] for x in inputs]), model(*inputs)[1:], rtol=1e-4, atol=1e-5)
 
 
 # --- learning
@@ -355,124 +242,6 @@ def test_drawn_actions():
     np.testing.assert_allclose(shares, [0, 2 / 3, 1 / 3], atol=0.015)
     agent.config.temperature = 0.0
     assert (agent._choose(logits) == 1).all()
-
-
-class Levers(gymnasium.Env):
-    """Ten steps; the reward is the action's sign. Nothing in the observation says which one pays."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.left = 10
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        self.left -= 1
-        return np.zeros(1, np.float32), float(np.sign(action[0])), self.left == 0, False, {}
-
-
-if "DTLevers-v0" not in gymnasium.registry:
-    gymnasium.register("DTLevers-v0", Levers)
-
-
-@pytest.fixture(scope="module")
-def levers():
-    """Half of the episodes always pull +0.8 and return 10, half -0.8 and return -10."""
-    sign = np.repeat(np.tile([1.0, -1.0], 10), 10)
-    ends = np.arange(200) % 10 == 9
-    meta = {"env_id": "DTLevers-v0", "action_low": [-1.0], "action_high": [1.0]}
-    return from_rows(np.zeros((200, 1)), 0.8 * sign[:, None], sign, ends, meta=meta)
-
-
-@pytest.fixture(scope="module")
-def levers_run(levers, tmp_path_factory):
-    out = tmp_path_factory.mktemp("dt") / "levers"
-    settings = {"steps": 150, "eval_every": -1, "final_episodes": 2, "seeds": [0, 1], "device": "cpu"}
-    return replaylab.train("dt", levers, out=out, preset="debug", **settings)
-
-
-def test_what_is_asked_for_is_what_is_done(levers_run):
-    """The first action has nothing but the asked return to go by."""
-    for target, sign in ((10.0, 1), (-10.0, -1)):
-        policy = replaylab.load_policy(levers_run, seed=1, target=target)
-        assert sign * policy.act(np.zeros(1)) > 0.4
-    last = RunFolder(levers_run).lines("eval.jsonl")[-1]
-    assert last["settings"] == {"target": 10.0} and last["returns"] == [10.0, 10.0]
-
-
-def test_rewards_are_taken_off_in_evaluation(levers_run, monkeypatch):
-    contexts = []
-
-    def begin(agent, batch, targets):
-        contexts.append(dt.Context(agent, batch, torch.full((batch,), targets[0])))
-        return contexts[-1]
-
-    monkeypatch.setattr(dt.Agent, "begin", begin)
-    replaylab.evaluate(levers_run, episodes=2, targets=[10.0], device="cpu")  # of which 10 are received
-    torch.testing.assert_close(contexts[0].asked, torch.zeros(2, 2), rtol=0, atol=1e-5)
-
-
-def test_all_targets_in_one_evaluation(levers_run, capsys):
-    records = replaylab.evaluate(levers_run, episodes=3, targets=[10.0, -10.0], device="cpu")
-    assert [(r["seed"], r["settings"]["target"], r["returns"]) for r in records] == [
-        (0, 10.0, [10.0] * 3), (0, -10.0, [-10.0] * 3), (1, 10.0, [10.0] * 3), (1, -10.0, [-10.0] * 3),
-    ]  # fmt: skip
-    capsys.readouterr()
-    assert main(["eval", str(levers_run), "--target", "10", "-10", "30", "--episodes", "2", "--device", "cpu"]) == 0
-    out, errors = capsys.readouterr()
-    assert "(target 10): DTLevers-v0 return 10.0" in out and "(target -10): DTLevers-v0 return -10.0" in out
-    assert "target 30 is outside the data's returns, -10 to 10" in errors
-    assert main(["eval", str(levers_run), "--target", "10", "-10", "--episodes", "2", "--json", "--device", "cpu"]) == 0
-    assert [row["settings"]["target"] for row in json.loads(capsys.readouterr().out)] == [10, -10]
-
-
-def test_a_policy_keeps_its_own_context(levers_run):
-    policy = replaylab.load_policy(levers_run)
-    rng = np.random.default_rng(0)
-    observations = rng.standard_normal((7, 2, 1)).astype(np.float32)
-    rewards = rng.standard_normal((7, 2))
-    played = [policy.act(o, None if t == 0 else rewards[t - 1]) for t, o in enumerate(observations)]
-    assert not np.allclose(policy.act(observations[0], rewards[-1]), played[0])
-    policy.reset()
-    np.testing.assert_allclose(policy.act(observations[0]), played[0], rtol=1e-4)
-    with pytest.raises(UsageError, match="1 observations, but 2 before: reset first"):
-        policy.act(observations[0, 0])
-    again = policy.act(observations[1], rewards[0])
-    np.testing.assert_allclose(again, played[1], rtol=1e-4)
-    policy.reset(np.array([True, False]))  # the first environment begins anew, the second goes on
-    mixed = policy.act(np.stack([observations[0, 0], observations[2, 1]]), np.array([0.0, rewards[1, 1]]))
-    np.testing.assert_allclose(mixed, [played[0][0], played[2][1]], rtol=1e-4)
-
-
-def test_the_debug_preset_is_quick(tmp_path):
-    pytest.importorskip("mujoco")
-    began = time.monotonic()
-    run = replaylab.train("dt", "sample", out=tmp_path / "r", preset="debug", device="cpu")
-    assert time.monotonic() - began < 60 and RunFolder(run).lines("eval.jsonl")[-1]["settings"] == {"target": 3600.0}
-    losses = [line["loss"] for line in RunFolder(run).lines("metrics.jsonl")]
-    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
-
-
-def test_without_returns_there_is_no_target(levers, tmp_path):
-    settings = {"steps": 5, "condition": "none", "final_episodes": 1, "device": "cpu"}
-    run = replaylab.train("dt", levers, out=tmp_path / "r", preset="debug", **settings)
-    assert RunFolder(run).lines("eval.jsonl")[-1]["settings"] == {}
-    with pytest.raises(UsageError, match="not asked for a return"):
-        replaylab.evaluate(run, episodes=1, targets=[1.0])
-
-
-@pytest.mark.parametrize("discrete", [False, True])
-def test_half_and_resume_is_the_whole(discrete, tmp_path):
-    """Dropout included."""
-    log = make_episodes(lengths=(20, 15), discrete=discrete)
-    same_for_all = TINY | {"seeds": [0, 1], "device": "cpu", "steps": 30}
-    replaylab.train("dt", log, out=tmp_path / "whole", **same_for_all)
-    replaylab.train("dt", log, out=tmp_path / "half", **same_for_all | {"steps": 13})
-    replaylab.train("dt", log, out=tmp_path / "half", resume=True, **same_for_all)
-    for a, b in zip(*(RunFolder(tmp_path / name).load()[:2] for name in ("whole", "half")), strict=True):
-        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 # --- frames

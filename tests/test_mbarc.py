@@ -1,4 +1,4 @@
-"""MBARC: the replay, the dream, the counts of the loop, and whole tiny runs."""
+"""MBARC: the budget of real games, the counts of the loop, whole tiny runs, and the report."""
 
 import json
 import re
@@ -6,22 +6,20 @@ import signal
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from dreaming import Stub, small_replay
 
 pytest.importorskip("ale_py")
 import replaylab
 from replaylab.algos import mbarc
 from replaylab.config import resolve
 from replaylab.data.frames import FrameReplay
-from replaylab.envs.atari_rgb import PALETTE, Recorder
+from replaylab.envs.atari_rgb import Recorder
 from replaylab.errors import DataError, UsageError
 from replaylab.models import dream as dreams
-from replaylab.models.dream import Dream
-from replaylab.models.world import Prediction
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
 from replaylab.tensors import load_tensors
@@ -32,96 +30,6 @@ TINY = {
     "epochs": 2, "random_steps": 24, "collect_steps": 16, "world_steps": 4, "world_first": 1, "reward_steps": 3,
     "rollout": 5, "ppo_updates": 2, "final_episodes": 0, "device": "cpu",
 }  # fmt: skip
-
-
-# --- the replay
-
-
-def frame(number):
-    return np.full((2, 3), number, np.uint8)
-
-
-def play(replay, lane, first, steps, terminal=True):
-    """A game whose frames are numbered: three that filled the stack, the first one shown, one a step."""
-    assert replay.begin(lane, np.stack([frame(first + i) for i in range(4)]))
-    for i, reward in enumerate(steps):
-        last = terminal and i == len(steps) - 1
-        replay.add(lane, i % 3, reward, frame(first + 4 + i), last, False)
-
-
-def small_replay(**options):
-    replay = FrameReplay(2, 40, (2, 3), CPU, gamma=0.5, **options)
-    play(replay, 0, 0, [0, -7, 0, 4])  # rows 3..6 of lane 0; ends on row 7
-    play(replay, 0, 20, [1, 1], terminal=False)  # rows 11, 12; cut off on row 13
-    play(replay, 1, 50, [0, 0, 0, 0, 0, -1], terminal=False)  # rows 43..48
-    replay.commit()
-    return replay
-
-
-def test_values_go_back_to_the_seam_and_survive_minus_one():
-    replay = small_replay()
-    assert replay.rewards[3:7].tolist() == [0, -1, 0, 1]  # signs
-    # v = r + v' / 2 from the end: 1, 0.5, -0.75, -0.375; the next game does not leak in
-    assert replay.values[3:7].tolist() == [-0.375, -0.75, 0.5, 1.0]
-    assert replay.values[11:13].tolist() == [1.5, 1.0]
-    assert replay.values[43:49].tolist() == [-(0.5**k) for k in (5, 4, 3, 2, 1, 0)]
-    assert replay.values[[0, 7, 8, 13, 49]].tolist() == [0] * 5  # rows without a step
-    original = small_replay(terminal_reward=False)
-    assert original.values[3:7].tolist() == [-0.5, -1.0, 0.0, 0.0]  # the last reward of a game never enters
-    assert original.values[11:13].tolist() == [1.5, 1.0]
-
-
-def test_stacks_and_next_frames_stay_inside_a_game():
-    replay = small_replay()
-    rows = torch.tensor([3, 6, 11, 12, 48])
-    assert replay.stacks(rows)[:, :, 0, 0].tolist() == [
-        [0, 1, 2, 3], [3, 4, 5, 6], [20, 21, 22, 23], [21, 22, 23, 24], [55, 56, 57, 58],
-    ]  # fmt: skip
-    assert replay.next_frames(rows)[:, 0, 0].tolist() == [4, 7, 24, 25, 59]
-    batch = replay.batch(rows)
-    assert batch["continues"].tolist() == [1, 0, 1, 1, 1] and batch["actions"].tolist() == [0, 0, 0, 1, 2]
-    assert batch["rewards"].tolist() == [0, 1, 1, 1, -1]
-    assert sorted(replay.steps.rows[: replay.steps.count].tolist()) == [*range(3, 7), 11, 12, *range(43, 49)]
-    assert replay.starts.rows[: replay.starts.count].tolist() == [3, 11, 43]
-    torch.manual_seed(0)
-    drawn = replay.steps.draw(12_000)
-    counts = torch.bincount(drawn, minlength=80)[[*range(3, 7), 11, 12, *range(43, 49)]]
-    assert counts.sum() == 12_000 and (counts - 1000).abs().max() < 120  # nothing else, all alike
-
-
-def test_windows_stay_inside_a_segment_or_fall_back_to_the_longest():
-    replay = small_replay()
-    assert [rows.tolist() for rows in replay.windows(4)[:1]] == [[3, 43, 44, 45]]
-    assert replay.windows(4, terminals=False)[0].tolist() == [43, 44, 45]
-    rows, length = replay.windows(50)
-    assert (rows.tolist(), length) == ([43], 6)
-    only = FrameReplay(1, 20, (2, 3), CPU)
-    play(only, 0, 0, [1])  # a game of one step
-    only.commit()
-    assert only.windows(50)[1] == 1 and only.windows(50, terminals=False)[1] == 0
-
-
-def test_a_game_that_goes_on_in_the_next_epoch_has_no_seam():
-    replay = small_replay()
-    before = len(replay)
-    replay.add(0, 2, 1, frame(26), True, False)
-    replay.commit()
-    assert replay.fresh.tolist() == [13] and len(replay) == before + 1
-    assert replay.values[11:14].tolist() == [1.75, 1.5, 1.0] and replay.ahead[11:14].tolist() == [3, 2, 1]
-    assert replay.segments[11:15].tolist() == [1] * 4 and replay.terminal[13]
-
-
-def test_replay_saved_and_put_back():
-    replay = small_replay()
-    other = FrameReplay(2, 40, (2, 3), CPU, gamma=0.5)
-    other.load_state(replay.state())
-    for r in (replay, other):
-        r.add(1, 1, 1, frame(60), True, False)
-        r.commit()
-    for name in ("frames", "actions", "rewards", "segments", "valid", "terminal", "values", "ahead"):
-        assert torch.equal(getattr(replay, name), getattr(other, name)), name
-    assert torch.equal(replay.steps.rows, other.steps.rows) and replay.fresh.tolist() == other.fresh.tolist()
-    assert not replay.begin(0, np.zeros((40, 2, 3), np.uint8))  # no room
 
 
 # --- the real games and their budget
@@ -154,187 +62,6 @@ def test_the_budget_is_never_exceeded(monkeypatch):
     stack = replay.stacks(replay.starts.rows[:1])[0].numpy()
     env.reset(seed=[10_000, 10_001])
     assert (stack == env.showing[0, :, ::2, ::2]).all()
-
-
-# --- the dream
-
-
-class Stub:
-    """A world in which the next frame is the newest plus the action, and action 2 ends the game."""
-
-    shape = SimpleNamespace(pixels="palette", stack=4)
-    colours = torch.tensor(PALETTE, dtype=torch.float32)
-
-    def predict(self, frames, actions):
-        following = frames[:, -1] + actions[:, None, None].to(torch.uint8)
-        going = torch.where(actions == 2, 0.1, 0.9)
-        return Prediction(following, (actions == 1).float(), torch.zeros(len(actions), 3), 10.0 + 0 * going, going)
-
-
-def test_dream_is_a_vector_environment():
-    torch.manual_seed(0)
-    replay = small_replay()
-    dream = Dream(Stub(), replay, 16, 3, from_start=1)
-    seen, infos = dream.reset()
-    assert seen.shape == (16, 4, 2, 3) and infos == {}
-    before = seen.clone()
-    actions = torch.tensor([0, 1] * 8)
-    seen, rewards, terminated, truncated, infos = dream.step(actions)
-    assert (seen[:, :3] == before[:, 1:]).all() and not terminated.any() and not truncated.any()
-    assert (seen[:, 3] == before[:, 3] + actions[:, None, None]).all() and rewards.tolist() == [0.0, 1.0] * 8
-    before = seen.clone()
-    seen, _, terminated, truncated, infos = dream.step(torch.full((16,), 2))
-    assert terminated.all() and (infos["final_obs"][:, 3] == before[:, 3] + 2).all()
-    real = {tuple(replay.stacks(row)[:, 0, 0].tolist()) for row in replay.steps.rows[: replay.steps.count]}
-    assert all(tuple(stack[:, 0, 0].tolist()) in real for stack in seen)  # put into real states at once
-    _, _, terminated, truncated, _ = dream.step(torch.zeros(16, dtype=torch.int64))
-    assert truncated.all() and not terminated.any()  # cut off, not ended
-    dream.reset()
-    assert not dream.step(torch.zeros(16, dtype=torch.int64))[3].any()
-
-
-def test_one_dream_in_sixteen_begins_with_a_game():
-    torch.manual_seed(0)
-    replay = small_replay()
-    dream = Dream(Stub(), replay, 16, 3, from_start=1)
-    starts, others = set(), set()
-    for _ in range(100):
-        seen, _ = dream.reset()
-        starts.add(int(seen[15, 3, 0, 0]))
-        others |= set(seen[:15, 3, 0, 0].tolist())
-    assert starts == {3, 23, 53}
-    assert others == {*range(3, 7), 23, 24, *range(53, 59)}
-
-
-def test_judged_on_real_steps():
-    replay = small_replay()
-    found = dreams.judge(Stub(), replay, np.array([3, 4, 11, 12, 43, 48]))
-    # frames: always one more; actions 0 1 0 1 0 2, so told rewards 0 1 0 1 0 0; true ones 0 -1 1 1 0 -1
-    assert found["confusion"] == [[0, 1, 1], [0, 2, 0], [0, 1, 1]] and found["steps"] == 6
-    assert found["classes"]["positive"] == {"precision": 0.5, "recall": 0.5, "count": 2}
-    assert found["frames"] == pytest.approx(2 / 6) == found["pixels"] == found["changed_pixels"]
-    assert found["still_pixels"] == 0
-
-
-class Rgb(Stub):
-    """The palette's stub in colours, one of the three intensities a little wrong at the left."""
-
-    shape = SimpleNamespace(pixels="rgb", stack=4)
-
-    def __init__(self, off):
-        self.off = torch.zeros(3, 2, 3, dtype=torch.uint8)
-        self.off[1, :, 0] = off
-
-    def predict(self, frames, actions):
-        told = frames[:, -3:] ^ self.off  # the newest frame again
-        return Prediction(told, actions * 0.0, torch.zeros(len(actions), 3), actions * 0.0, actions * 0.0)
-
-
-def test_colours_are_judged_by_the_pixel_however_they_are_told():
-    replay = small_replay()
-    replay.frames[44:50] = 64
-    replay.frames[49, 0, 0] = 72  # one pixel of the last frame changes, not its red
-    rows = np.arange(43, 49)
-    stills = [dreams.judge(Rgb(off), replay, rows) for off in (0, 1, 64)]
-    changed = (6 + 1) / 36  # the frame from 53 to 64, and the pixel
-    assert [s["still_pixels"] for s in stills] == [pytest.approx(1 - changed)] * 3
-    assert [s["pixels"] for s in stills] == pytest.approx([1 - changed, (29 - 9) / 36, (29 - 9) / 36])
-    assert stills[1]["near_pixels"] == stills[0]["near_pixels"] == stills[0]["pixels"] > stills[2]["near_pixels"]
-    assert [s["changed_pixels"] for s in stills] == [0.0] * 3
-    palette = dreams.judge(Stub(), replay, rows[:1] + 1)  # action 1: all pixels told as the next colour
-    assert palette["pixels"] == palette["near_changed_pixels"] == 0.0 and palette["still_pixels"] == 1.0
-
-
-# --- episodes that are held out
-
-
-def lanes_of(*lanes):
-    """A replay whose lanes hold games of so many steps; the last one of a lane still runs."""
-    replay = FrameReplay(len(lanes), 400, (2, 3), CPU)
-    for lane, games in enumerate(lanes):
-        for i, steps in enumerate(games):
-            play(replay, lane, 0, [0] * steps, terminal=i < len(games) - 1)
-    return replay
-
-
-def test_whole_episodes_are_held_out_but_no_more_than_needed():
-    none = np.zeros(0, np.int64)
-    for few in ([[30]], [[30]] * 3, [[20, 20, 20]], [[97, 1], [1], [1]]):  # too little would be left to learn from
-        assert len(dreams.hold_out(lanes_of(*few), none, 0, 0.05)) == 0, few
-    assert 0 not in dreams.hold_out(lanes_of([97], [1], [1], [1]), none, 0, 0.05)
-    assert len(dreams.hold_out(lanes_of(*[[30]] * 4), none, 0, 0.05)) == 1  # running games, one of four
-    assert len(dreams.hold_out(lanes_of(*[[30]] * 4), none, 0, 0.0)) == 0
-    short = lanes_of(*[[10] * 25] * 4)  # 100 games
-    held = dreams.hold_out(short, none, 0, 0.05)
-    assert len(held) == len(set(held)) == 5 and (np.diff(held) > 0).all()
-    assert dreams.hold_out(short, held, 60, 0.05).tolist() == held.tolist()  # enough
-    more = dreams.hold_out(short, held, 60, 0.1)
-    assert len(more) == 10 and set(held) < set(more) and min(set(more) - set(held)) >= 60  # new ones only
-    one = lanes_of([10] * 25)  # a game alone: what still runs would hold all that follows
-    assert 24 not in dreams.hold_out(one, none, 20, 0.25)
-
-
-@pytest.mark.parametrize("settings", [{}, {"fidelity": "original", "strategy": "progressive"}, {"strategy": "online"}])
-def test_held_out_episodes_never_train(monkeypatch, settings):
-    from replaylab.envs import atari_rgb
-
-    monkeypatch.setattr(atari_rgb, "MAX_STEPS", 9)  # many episodes
-    sizes = {"games": 8, "random_steps": 160, "collect_steps": 160, "epochs": 4, "world_batch": 32, "reward_batch": 64}
-    agent, env_id = make_agent(**sizes | {"world_steps": 60, "reward_steps": 30, "focal": True} | settings)
-    trained, judged, real, judge = set(), [], mbarc.real, mbarc.judge
-
-    def training(world, replay, rows):
-        trained.update(replay.segments[rows].tolist())
-        return real(world, replay, rows)
-
-    def judging(world, replay, rows):
-        assert all(map(torch.equal, world.parameters(), agent.world.parameters()))  # as trained so far
-        judged.append(rows)
-        return judge(world, replay, rows)
-
-    def update(batch):  # of either
-        next(agent.world.reward.parameters()).data.mul_(0.99)
-        return {}
-
-    monkeypatch.setattr(mbarc, "real", training)
-    monkeypatch.setattr(mbarc, "judge", judging)
-    for trainer in (agent.world_trainer, agent.reward_trainer):
-        monkeypatch.setattr(trainer, "update", update)
-    before = []
-    for phase in agent.phases(env_id):
-        if phase.name == "policy":
-            continue
-        phase.begin()
-        for step in range(phase.steps):
-            phase.update({"step": torch.tensor([step])})
-        found = phase.finish()["epochs"][-1]["held_out"]
-        within = agent.replay.host["segments"].reshape(-1)[judged[-1]]
-        assert found["episodes"] == agent.held.tolist() == sorted(set(within.tolist()))
-        whole = agent.replay.host["valid"] & np.isin(agent.replay.host["segments"], agent.held)
-        assert found["steps"] == whole.sum() == sum(map(sum, found["confusion"]))
-        assert set(before) <= set(agent.held)  # what is held stays so
-        before = agent.held
-        assert not trained & set(agent.held.tolist())  # whenever it was drawn
-        assert 0.05 <= whole.sum() / len(agent.replay) < 0.12
-    assert len(trained) > 0.8 * (agent.replay.next_segment - len(agent.held))  # all others are
-    counts = np.bincount(agent.replay.host["rewards"].reshape(-1)[agent._steps()] + 1, minlength=3)
-    assert counts.sum() == len(agent.replay) - whole.sum()
-
-
-def test_film_shows_reality_and_dream_side_by_side():
-    Image = pytest.importorskip("PIL.Image")
-    import io
-
-    replay = small_replay()
-    scene = dreams.exciting_scene(Stub(), replay, 6)
-    assert scene["real"][:, 0, 0].tolist() == [54, 55, 56, 57, 58, 59]
-    assert scene["dream"][:, 0, 0].tolist() == [53, 54, 56, 56, 57, 59]  # the same actions: 0 1 2 0 1 2
-    assert scene["real_rewards"].tolist() == [0, 0, 0, 0, 0, -1]
-    assert scene["dream_rewards"].tolist() == [0, 1, 0, 0, 1, 0]
-    picture = Image.open(io.BytesIO(dreams.film(scene, PALETTE, scale=2)))
-    assert picture.size == (2 * (3 + 2 + 3), 2 * (2 + 3))
-    shown = np.asarray(picture.convert("RGB")).astype(int)
-    assert abs(shown[0, 0] - PALETTE[54]).max() < 8 and abs(shown[0, 12] - PALETTE[53]).max() < 8
 
 
 # --- the loop's counts
@@ -457,6 +184,53 @@ def test_policy_learns_from_the_dream_with_its_own_value_added_once():
     agent.original = True
     phases[2].hook(1)
     assert agent.ppo.rewards.tolist() == [[1.0] * 3] * 3 + [[11.0] * 3]  # the original adds the world's value too
+
+
+@pytest.mark.parametrize("settings", [{}, {"fidelity": "original", "strategy": "progressive"}, {"strategy": "online"}])
+def test_held_out_episodes_never_train(monkeypatch, settings):
+    from replaylab.envs import atari_rgb
+
+    monkeypatch.setattr(atari_rgb, "MAX_STEPS", 9)  # many episodes
+    sizes = {"games": 8, "random_steps": 160, "collect_steps": 160, "epochs": 4, "world_batch": 32, "reward_batch": 64}
+    agent, env_id = make_agent(**sizes | {"world_steps": 60, "reward_steps": 30, "focal": True} | settings)
+    trained, judged, real, judge = set(), [], mbarc.real, mbarc.judge
+
+    def training(world, replay, rows):
+        trained.update(replay.segments[rows].tolist())
+        return real(world, replay, rows)
+
+    def judging(world, replay, rows):
+        assert all(map(torch.equal, world.parameters(), agent.world.parameters()))  # as trained so far
+        judged.append(rows)
+        return judge(world, replay, rows)
+
+    def update(batch):  # of either
+        next(agent.world.reward.parameters()).data.mul_(0.99)
+        return {}
+
+    monkeypatch.setattr(mbarc, "real", training)
+    monkeypatch.setattr(mbarc, "judge", judging)
+    for trainer in (agent.world_trainer, agent.reward_trainer):
+        monkeypatch.setattr(trainer, "update", update)
+    before = []
+    for phase in agent.phases(env_id):
+        if phase.name == "policy":
+            continue
+        phase.begin()
+        for step in range(phase.steps):
+            phase.update({"step": torch.tensor([step])})
+        found = phase.finish()["epochs"][-1]["held_out"]
+        within = agent.replay.host["segments"].reshape(-1)[judged[-1]]
+        assert found["episodes"] == agent.held.tolist() == sorted(set(within.tolist()))
+        whole = agent.replay.host["valid"] & np.isin(agent.replay.host["segments"], agent.held)
+        assert found["steps"] == whole.sum() == sum(map(sum, found["confusion"]))
+        assert set(before) <= set(agent.held)  # what is held stays so
+        before = agent.held
+        assert not trained & set(agent.held.tolist())  # whenever it was drawn
+        assert 0.05 <= whole.sum() / len(agent.replay) < 0.12
+    assert len(trained) > 0.8 * (agent.replay.next_segment - len(agent.held))  # all others are
+    counts = np.bincount(agent.replay.host["rewards"].reshape(-1)[agent._steps()] + 1, minlength=3)
+    assert counts.sum() == len(agent.replay) - whole.sum()
 
 
 # --- whole runs

@@ -1,0 +1,60 @@
+"""Our Adafactor: PyTorch's numbers, numbers by hand, a limit on the whole gradient."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from replaylab.models.adafactor import Adafactor
+
+
+def test_adafactor_follows_pytorch_s():
+    g = torch.Generator().manual_seed(0)
+    shapes = [(7,), (5, 6), (3, 4, 4, 4), (2, 1)]
+    ours = [nn.Parameter(torch.randn(s, generator=g) * 10.0**-i) for i, s in enumerate(shapes)]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    mine = Adafactor(ours)
+    official = torch.optim.Adafactor(theirs, lr=0.01, beta2_decay=-0.8, eps=(1e-15, 1e-3), d=1.0, weight_decay=0.0)
+    for _ in range(5):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=g) * 3
+            b.grad = a.grad.clone()
+        mine.step()
+        official.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+
+def test_adafactor_by_hand():
+    p = nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = Adafactor([p])
+    p.grad = torch.tensor([2.0, -5.0])
+    optimizer.step()  # the first update is the sign; its size 0.01 of the root mean square
+    size = math.sqrt(12.5)
+    torch.testing.assert_close(p, torch.tensor([3 - 0.01 * size, 4 + 0.01 * size]))
+    optimizer.state[p]["step"].fill_(39_999)
+    before = p.detach().clone()
+    optimizer.step()  # step 40,000: 1/sqrt is 0.005, and gradients as before keep the update at 1
+    torch.testing.assert_close((p - before).abs(), torch.full((2,), 0.005 * float(before.square().mean().sqrt())))
+    nothing = nn.Parameter(torch.zeros(2))
+    nothing.grad = torch.ones(2)
+    Adafactor([nothing]).step()
+    torch.testing.assert_close(nothing, torch.full((2,), -1e-5))  # counts as 1e-3 large
+
+
+def test_the_whole_gradient_is_limited():
+    found = []
+    for limit in (float("inf"), 1.0):
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+        optimizer = Adafactor(params, max_norm=limit)
+        for scale in (1.0, 50.0):
+            for p in params:
+                p.grad = torch.full_like(p, scale)
+            optimizer.step()
+        assert math.isclose(optimizer.norm, 50 * math.sqrt(7), rel_tol=1e-5)
+        found.append(optimizer.state[params[0]]["square"])
+    fresh = 2**-0.8
+    torch.testing.assert_close(found[1], torch.full((3,), 1 / 7))
+    torch.testing.assert_close(found[0], torch.full((3,), (1 - fresh) + fresh * 2500))

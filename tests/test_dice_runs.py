@@ -1,0 +1,196 @@
+"""Whole runs of Diffusion-DICE: cut and resumed, stages apart, sweeps, settings that do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from conftest import make_episodes
+from tiny_dice import TINY, make_agent
+
+import replaylab
+from replaylab import results
+from replaylab.algos import diffusion_dice as dice
+from replaylab.cli import main
+from replaylab.errors import DataError, UsageError
+from replaylab.run import RunFolder
+from replaylab.step import Stepper
+from replaylab.train import Interrupted, Trainer
+
+
+class Still(gymnasium.Env):
+    """Two steps; the reward is the first number of the action."""
+
+    observation_space = gymnasium.spaces.Box(-9, 9, (4,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = 2
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action):
+        self.left -= 1
+        return np.zeros(4, np.float32), float(action[0]), self.left == 0, False, {}
+
+
+if "DiceStill-v0" not in gymnasium.registry:
+    gymnasium.register("DiceStill-v0", Still)
+
+FRONT = TINY | {"device": "cpu", "env": "DiceStill-v0", "eval_every": 4, "eval_episodes": 2, "final_episodes": 2}
+
+
+def weights_of(path):
+    return RunFolder(path).load()[:2]
+
+
+def stop_after(monkeypatch, updates):
+    """Ctrl-C after so many updates."""
+    seen = []
+
+    def run(self, start, steps, original=Stepper.run):
+        original(self, start, steps)
+        seen.append(steps)
+
+    def stopped(self):
+        return sum(seen) >= updates
+
+    monkeypatch.setattr(Stepper, "run", run)
+    monkeypatch.setattr(Trainer, "stopped", property(stopped, lambda self, value: None), raising=False)
+
+
+def cut_and_resumed(log, tmp_path, monkeypatch, cut, settings):
+    """A run that is stopped and resumed must end with the weights and optimisers of one that was not."""
+    replaylab.train("diffusion-dice", log, out=tmp_path / "whole", **settings)
+    with monkeypatch.context() as patch:
+        stop_after(patch, cut)
+        with pytest.raises(Interrupted):
+            replaylab.train("diffusion-dice", log, out=tmp_path / "cut", **settings)
+    replaylab.train("diffusion-dice", log, out=tmp_path / "cut", resume=True, **settings)
+    for a, b in zip(weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut"), strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("schedule", ["in-turn", "together"])
+@pytest.mark.parametrize("cut", [3, 6, 9])
+def test_a_cut_run_ends_like_a_whole_one(schedule, cut, tmp_path, monkeypatch):
+    """Cut within the first phase, at the boundary, and in the second one."""
+    settings = FRONT | {"schedule": schedule, "behavior_steps": 6, "critic_steps": 11, "seeds": [0, 1]}
+    cut_and_resumed(make_episodes(), tmp_path, monkeypatch, cut, settings)
+    steps = {line["step"] for line in RunFolder(tmp_path / "cut").lines("eval.jsonl")}
+    assert min(steps) == (10 if schedule == "in-turn" else 4)  # nothing to evaluate while there is no critic
+
+
+@pytest.mark.parametrize("cut", [3, 8, 13])
+def test_a_cut_run_with_an_estimate_of_the_return(cut, tmp_path, monkeypatch):
+    settings = FRONT | {"returns_steps": 5, "behavior_steps": 6, "critic_steps": 7, "normalize": True}
+    cut_and_resumed(make_episodes(), tmp_path, monkeypatch, cut, settings)
+
+
+def test_stages_in_separate_runs(tmp_path):
+    log = make_episodes()
+    both = replaylab.train("diffusion-dice", log, out=tmp_path / "both", **FRONT | {"seeds": [0, 1]})
+    behavior = replaylab.train(
+        "diffusion-dice", log, out=tmp_path / "b", **FRONT | {"stage": "behavior", "seeds": [1, 0]}
+    )
+    assert RunFolder(behavior).lines("eval.jsonl")
+    settings = FRONT | {"stage": "critic", "behavior": str(behavior), "seeds": [0, 1]}
+    critic = replaylab.train("diffusion-dice", log, out=tmp_path / "c", **settings)
+    one, two = weights_of(both)[0], weights_of(critic)[0]
+    assert all(torch.equal(one[k], two[k]) for k in one if k != "behavior_done")
+    behavior.rename(tmp_path / "gone")  # a trained run needs it no more
+    assert replaylab.load_policy(critic, seed=1).act(np.zeros(4)).shape == (2,)
+    settings["behavior"] = str(tmp_path / "gone")
+    with pytest.raises(UsageError, match="has no seed 4; it has 1, 0"):
+        replaylab.train("diffusion-dice", log, out=tmp_path / "d", **settings | {"seeds": [0, 4]})
+    with pytest.raises(UsageError, match="another width"):
+        replaylab.train("diffusion-dice", log, out=tmp_path / "e", **settings | {"behavior_width": 32})
+    with pytest.raises(UsageError, match="another setting of normalize"):
+        replaylab.train("diffusion-dice", log, out=tmp_path / "h", **settings | {"normalize": True})
+    wider = make_episodes(observation=5, action=3)
+    with pytest.raises(UsageError, match="states of 4 numbers and actions of 2, this data has 5 and 3"):
+        replaylab.train("diffusion-dice", wider, out=tmp_path / "f", **settings | {"env": None})
+    bc = replaylab.train("bc", log, out=tmp_path / "bc", steps=1, device="cpu")
+    with pytest.raises(UsageError, match="no behaviour model"):
+        replaylab.train("diffusion-dice", log, out=tmp_path / "g", **settings | {"behavior": str(bc)})
+
+
+def test_a_single_behavior_model_serves_all_seeds(tmp_path):
+    log = make_episodes()
+    run = replaylab.train("diffusion-dice", log, out=tmp_path / "b", **FRONT | {"stage": "behavior", "seeds": [4]})
+    agent, phases = make_agent(log, (0, 1), stage="critic", behavior=str(run))
+    phases[0].begin()
+    trained = weights_of(run)[0]["score.out.weight"]
+    assert torch.equal(agent.score.out.weight, torch.cat([trained, trained]))
+
+
+def test_a_sweep_without_training(tmp_path, capsys):
+    log = make_episodes()
+    run = replaylab.train("diffusion-dice", log, out=tmp_path / "r", **FRONT | {"seeds": [0, 1]})
+    words = "--guidance 0 1.5 --candidates 1 3 --filter max softmax --solver-steps 4 --episodes 2 --device cpu"
+    assert main(["eval", str(run), *words.split()]) == 0
+    swept = [line for line in RunFolder(run).lines("eval.jsonl") if line["settings"]]
+    assert len(swept) == 2 * 2 * 2 * 2 and {line["settings"]["guidance"] for line in swept} == {0.0, 1.5}
+    capsys.readouterr()
+    assert main(["eval", str(run), "--candidates", "0", "--device", "cpu"]) == 2
+    assert "candidates must be at least 1" in capsys.readouterr().err
+    page = replaylab.report([run], tmp_path / "page.html").read_text()
+    assert "Guidance and candidates" in page and "1.5" in page
+    read = results.read_runs([run])[0]
+    read.info["findings"] = {"critic": {"guidance": "<b>", "data": [[1], "x"], "both": 3}}
+    from replaylab.sections.diffusion_dice import sections
+
+    assert "<b>" not in "".join(title + body for title, body in sections(read))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"alpha": 0.0}, "alpha must be above 0"),
+        ({"alpha": -1.0}, "alpha must be above 0, not -1"),
+        ({"candidates": 0}, "candidates must be at least 1"),
+        ({"solver_steps": 0}, "solver_steps must be at least 1"),
+        ({"solver_order": 3}, "solver_order must be 1 or 2"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"backup": "data", "returns_steps": 0}, "returns_steps must be above 0"),
+        ({"trace": 1.5}, "trace must be from 0 to 1"),
+        ({"stage": "critic"}, "belong together"),
+        ({"behavior": "x"}, "belong together"),
+        ({"stage": "critic", "behavior": "/nowhere"}, "not a run folder"),
+    ],
+)
+def test_what_does_not_fit_is_said(settings, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        replaylab.train("diffusion-dice", make_episodes(), out=tmp_path / "r", **FRONT | settings)
+
+
+def test_discrete_actions_are_refused():
+    with pytest.raises(UsageError, match="continuous actions"):
+        make_agent(make_episodes(discrete=True))
+
+
+def test_a_broken_critic_stops_and_is_named(tmp_path):
+    log = replace(make_episodes(), rewards=np.full(16, 1e38))
+    with pytest.raises(DataError, match=r"became NaN or infinite at step"):
+        replaylab.train("diffusion-dice", log, out=tmp_path / "r", **FRONT | {"rewards": "raw"})
+
+
+def test_every_preset_is_of_known_settings():
+    known = set(dice.Config.__dataclass_fields__) | {"eval_every", "eval_episodes", "final_episodes"}
+    for preset in dice.PRESETS.values():
+        assert set(preset) <= known
+        dice.Config(**{k: v for k, v in preset.items() if k in dice.Config.__dataclass_fields__})
+    assert set(dice.ACTING) <= known
+    paper, maze = dice.PRESETS["paper"], dice.PRESETS["antmaze"]
+    assert (paper["behavior_steps"], paper["critic_steps"], maze["noise_copies"]) == (600_000, 1_000_000, 32)
+
+
+def test_the_sample_with_the_debug_preset(tmp_path):
+    pytest.importorskip("mujoco")
+    run = replaylab.train("diffusion-dice", "sample", out=tmp_path / "r", preset="debug", device="cpu", critic_steps=20)
+    lines = RunFolder(run).lines("metrics.jsonl")
+    loss = [line["score_loss"] for line in lines if line["phase"] == "behavior"]
+    assert np.mean(loss[-20:]) < 0.8 * np.mean(loss[:20]) and RunFolder(run).lines("eval.jsonl")

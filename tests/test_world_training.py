@@ -1,0 +1,176 @@
+"""Training the world model: what is fed back, noise, exact resumption, and that it learns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_world import TINY, make_batch, tiny
+
+from replaylab.models.world import World, WorldShape
+from replaylab.models.world_training import RewardTrainer, WorldTrainer, corrupted, counted_median, truth_share
+from replaylab.tensors import load_tensors, save_tensors
+
+
+def test_epsilon():
+    table = {0: 0.9999, 2_500: 0.990, 5_000: 0.854, 5_562: 0.743, 10_000: 0.545, 15_000: 0.323, 20_000: 0.100}
+    for update, expected in table.items():
+        assert abs(truth_share(torch.tensor(float(update)), 22_250) - expected) < 6e-4, update
+    for update in (22_250, 45_000):
+        assert truth_share(torch.tensor(float(update)), 22_250).abs() < 1e-6
+    assert truth_share(torch.zeros(()), 0) == 0
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_noise_is_the_frame_s_median(channels):
+    frames = torch.randint(100, (2, 4 * channels, 20, 16), dtype=torch.uint8)
+    frames[:, channels:] += 100
+    flat = frames.unflatten(1, (4, channels)).flatten(2)
+    noisy = corrupted(frames, 1.0, channels).unflatten(1, (4, channels)).flatten(2)
+    assert torch.equal(noisy, flat.median(2, keepdim=True).values.expand_as(flat))
+    for odd in (flat, flat[..., 1:]):  # how a GPU finds it
+        assert torch.equal(counted_median(odd, 256), odd.median(2, keepdim=True).values)
+    assert torch.equal(corrupted(frames, 0.0, channels), frames)
+    low = frames % 8
+    low = low.flatten(2)
+    assert torch.equal(counted_median(low, 8), counted_median(low, 256))
+    plain = torch.zeros(8, channels, 100, 80, dtype=torch.uint8)
+    plain[:, :, 60:] = 9
+    assert abs((corrupted(plain, 0.05, channels) == plain).float().mean() - (1 - 0.05 * 0.4)) < 0.002
+
+
+@pytest.mark.parametrize("pixels", ["palette", "rgb"])
+def test_what_is_fed_back(pixels):
+    world = tiny(pixels=pixels)
+    batch, k = make_batch(world), 1 if pixels == "palette" else 3
+    later = make_batch(world, seed=1) | {"first": torch.tensor([False, False, True, False])}
+    truth = WorldTrainer(world, noise=0.0, decay=10**9)  # epsilon stays near 1
+    truth.update(batch)
+    following = batch["next_frames"].reshape(4, k, 20, 16)
+    assert torch.equal(truth.context, torch.cat([batch["frames"][:, k:], following], 1))
+    seen = truth.context.clone()
+    truth.update(later)
+    expected = torch.where(later["first"][:, None, None, None], later["frames"], seen)[:, k:]
+    assert torch.equal(truth.context[:, :-k], expected)
+    own = WorldTrainer(world, noise=0.0, decay=0)
+    told = []
+    own.loss = lambda *a: told.append(world.world_loss(*a)) or told[-1]
+    own.update(batch)
+    assert torch.equal(own.context[:, -k:], told[0]["next_frame"].reshape(4, k, 20, 16))
+    assert not torch.equal(own.context[:, -k:], following)
+
+
+def test_step_is_update_along_a_sequence():
+    world = tiny()
+    g = torch.Generator().manual_seed(0)
+    frames = torch.randint(8, (2, 4 + 3, 20, 16), generator=g, dtype=torch.uint8)
+    actions, values = torch.randint(3, (2, 3), generator=g), torch.rand(2, 3, generator=g)
+    start = {k: v.clone() for k, v in world.state_dict().items()}
+    found = []
+    for way in range(2):
+        world.load_state_dict(start)
+        trainer = WorldTrainer(world, decay=4)
+        torch.manual_seed(3)
+        for t in range(3):
+            if way:
+                trainer.step(frames, actions, values, torch.ones(2, 3), torch.tensor([t]))
+            else:
+                first = torch.full((2,), t == 0)
+                batch = {"frames": frames[:, t : t + 4], "next_frames": frames[:, t + 4], "first": first}
+                trainer.update(batch | {"actions": actions[:, t], "values": values[:, t], "continues": torch.ones(2)})
+        found.append(torch.cat([p.detach().flatten() for p in world.parameters()]))
+    assert torch.equal(*found)
+
+
+def test_epsilon_is_that_of_the_sequence_s_start():
+    world = tiny()
+    for way in ("update", "update_teacher"):
+        trainer = WorldTrainer(world, decay=6, rollout=2)
+        told = [float(getattr(trainer, way)(make_batch(world))["epsilon"]) for _ in range(7)]
+        assert told == pytest.approx([float(truth_share(torch.tensor(float(i)), 6)) for i in (0, 0, 2, 2, 4, 4, 6)])
+
+
+def test_the_reward_head_is_left_alone_unless_online():
+    for online in (False, True):
+        world = tiny()
+        trainer = WorldTrainer(world, online=online)
+        RewardTrainer(world).update(make_batch(world))  # leaves gradients behind
+        before = [p.clone() for p in world.reward.parameters()]
+        trainer.update(make_batch(world))
+        assert online != all(torch.equal(a, b) for a, b in zip(before, world.reward.parameters(), strict=True))
+    before = {name: p.clone() for name, p in world.named_parameters()}
+    RewardTrainer(world).update(make_batch(world))
+    moved = {name for name, p in world.named_parameters() if not torch.equal(before[name], p)}
+    assert moved and all(name.startswith("reward.") for name in moved)
+
+
+def test_resume_is_exact(tmp_path):
+    def build():
+        world = tiny()
+        return world, WorldTrainer(world, decay=6, rollout=2), RewardTrainer(world, focal=True)
+
+    def train(trainers, updates):
+        for i in updates:
+            batch = make_batch(tiny(), seed=i) | {"first": torch.tensor([i % 2 == 0] * 4)}
+            trainers[1].update(batch)
+            trainers[2].update(batch)
+
+    torch.manual_seed(0)
+    whole = build()
+    train(whole, range(5))
+    torch.manual_seed(0)
+    half = build()
+    train(half, range(3))
+    saved = {f"w.{k}": v for k, v in half[0].state_dict().items()} | {"rng": torch.get_rng_state()}
+    groups = []
+    for i, trainer in enumerate(half[1:]):
+        saved |= {f"t{i}.{k}": v for k, v in trainer.training_state().items()}
+        (optimizer,) = trainer.optimizers.values()
+        state = optimizer.state_dict()
+        groups.append(json.dumps([{k: v for k, v in g.items() if k != "params"} for g in state["param_groups"]]))
+        saved |= {f"o{i}.{n}.{k}": v for n, entries in state["state"].items() for k, v in entries.items()}
+    save_tensors(tmp_path / "x", saved)
+    found, again = load_tensors(tmp_path / "x"), build()
+
+    def under(prefix):
+        return {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+
+    again[0].load_state_dict(under("w."))
+    for i, trainer in enumerate(again[1:]):
+        trainer.load_training_state(under(f"t{i}."))
+        (optimizer,) = trainer.optimizers.values()
+        entries = {}
+        for key, value in under(f"o{i}.").items():
+            entries.setdefault(int(key.split(".")[0]), {})[key.split(".")[1]] = value
+        current = optimizer.state_dict()["param_groups"]
+        merged = [now | old for now, old in zip(current, json.loads(groups[i]), strict=True)]
+        optimizer.load_state_dict({"state": entries, "param_groups": merged})
+    torch.set_rng_state(found["rng"])
+    train(again, range(3, 5))
+    for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(whole[1].context, again[1].context)
+
+
+def test_it_learns_to_predict():
+    """A bar moves right or left, as the action says."""
+    torch.manual_seed(0)
+    world = World(WorldShape(2, **TINY | {"palette": 4, "hidden": 16, "compress": 2, "double": 1, "bits": 8}))
+    trainer = WorldTrainer(world, noise=0.0, decay=1)
+
+    def draw(size):
+        place, actions = torch.randint(2, 14, (size,)), torch.randint(2, (size,))
+        columns = torch.arange(16)
+        painted = [((columns == p[:, None]) * 3)[:, None].expand(-1, 20, -1) for p in (place, place + 2 * actions - 1)]
+        frames, following = (x.to(torch.uint8) for x in painted)
+        size = {"values": place / 16, "continues": torch.ones(size), "rewards": torch.zeros(size)}
+        return {"frames": frames[:, None].repeat(1, 4, 1, 1), "actions": actions, "next_frames": following} | size
+
+    for _ in range(120):
+        trainer.update_teacher(draw(16))
+    batch = draw(64)
+    told = world.predict(batch["frames"], batch["actions"])
+    assert (told.next_frame == batch["next_frames"]).float().mean() > 0.97  # a frame that stands still: 0.875
+    assert (told.value - batch["values"]).square().mean() < batch["values"].var()
+    assert (told.continues > 0.9).all()
