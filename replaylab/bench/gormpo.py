@@ -31,12 +31,10 @@ def _count(seeds: int) -> str:
 
 def _variants(device: torch.device) -> list[tuple[int, str, str]]:
     """(seeds, compile, what to call it)"""
+    if device.type != "cuda":
+        return [(1, "off", "eager")]
     hows = {"auto": "captured", "on": "compiled + captured"}
-    return (
-        [(n, how, name) for n in (1, 5) for how, name in hows.items()]
-        if device.type == "cuda"
-        else [(1, "off", "eager")]
-    )
+    return [(seeds, how, name) for seeds in (1, 5) for how, name in hows.items()]
 
 
 def dynamics_epoch(device: torch.device) -> Rows:
