@@ -17,7 +17,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,15 @@ class RunFolder:
                 state = json.loads((path / "state.json").read_text())
                 return load_tensors(path / "weights.safetensors"), load_tensors(path / "training.safetensors"), state
         return None
+
+    def places(self, seeds: Sequence[int], alone: bool = False) -> list[int]:
+        """Where each seed stands among those of this run. `alone`: its only seed stands for any other."""
+        trained = self.config().get("seeds") or []
+        if alone and len(trained) == 1:
+            return [0] * len(seeds)
+        if missing := [seed for seed in seeds if seed not in trained]:
+            raise UsageError(f"{self.path} has no seed {missing[0]}; it has {', '.join(map(str, trained))}")
+        return [trained.index(seed) for seed in seeds]
 
     def weights(self) -> dict[str, Tensor]:
         for path in reversed(self.checkpoints()):

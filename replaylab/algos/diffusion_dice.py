@@ -297,10 +297,7 @@ class Agent(nn.Module):
         from replaylab.run import RunFolder
 
         run = RunFolder(str(self.config.behavior)).require()
-        trained, found = run.config().get("seeds") or [], run.weights()
-        missing = [s for s in self.seeds if s not in trained]
-        if len(trained) != 1 and missing:
-            raise UsageError(f"{run.path} has no seed {missing[0]}; it has {', '.join(map(str, trained))}")
+        members, found = run.places(self.seeds, alone=True), run.weights()
         prefix = "average." if "average.out.bias" in found else "score."
         found = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
         if "out.bias" not in found:
@@ -313,7 +310,6 @@ class Agent(nn.Module):
             )
         if run.config().get("normalize") != self.config.normalize:
             raise UsageError(f"{run.path} was trained with another setting of normalize")
-        members = [trained.index(s) if s in trained else 0 for s in self.seeds]
         try:
             for net in (self.score, self.average):
                 if net is not None:

@@ -195,20 +195,12 @@ class Agent(nn.Module):
         run = RunFolder(path).require()
         if "dynamics" not in run.info().get("findings", {}) and not run.config().get("dynamics_model"):
             raise UsageError(f"{path} has no ensemble that was trained to the end")
-        trained, theirs = run.config()["seeds"], under("dynamics.", run.weights())
-        if missing := [seed for seed in self.seeds if seed not in trained]:
-            raise UsageError(f"{path} has no seed {missing[0]}; it has {', '.join(map(str, trained))}")
-        which = [trained.index(seed) for seed in self.seeds]
-        for name, ours in self.dynamics.state_dict().items():
-            found = theirs[name]
-            if not name.startswith(("input_", "target_")):  # of the data, not of a seed
-                found = found.unflatten(0, (len(trained), -1))[which].flatten(0, 1)
-            if found.shape != ours.shape:
-                raise UsageError(
-                    f"{path}: its ensemble's {name} is {tuple(found.shape)}, this one's {tuple(ours.shape)}: it was "
-                    "trained on other columns, or with another --members, --elites or --dynamics-hidden"
-                )
-            ours.copy_(found)
+        places = run.places(self.seeds)
+        try:
+            self.dynamics.take(under("dynamics.", run.weights()), places)
+        except UsageError as error:
+            hint = "was it trained on other columns, or with another --members, --elites or --dynamics-hidden?"
+            raise UsageError(f"{path}: {error}; {hint}") from error
         self.notes.append(f"ensembles of {path}")
 
     def _dynamics(self, fit: Fit) -> Phase:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
+from replaylab.errors import UsageError
 from replaylab.models.adam import adam
 from replaylab.models.mlp import MLP, generators
 
@@ -100,6 +101,18 @@ class Dynamics(nn.Module):
         found = x.double().std(0, correction=0)
         mean.copy_(x.double().mean(0))
         std.copy_(torch.where(found > 1e-6, found, constant))
+
+    @torch.no_grad()
+    def take(self, theirs: dict[str, Tensor], places: Sequence[int]) -> None:
+        """The ensembles of another stack, each of ours from one of its places."""
+        count = len(theirs["elites"])
+        for name, ours in self.state_dict().items():
+            found = theirs[name]
+            if not name.startswith(("input_", "target_")):  # of the data, not of a seed
+                found = found.unflatten(0, (count, -1))[list(places)].flatten(0, 1)
+            if found.shape != ours.shape:
+                raise UsageError(f"its {name} is {tuple(found.shape)}, this one's {tuple(ours.shape)}")
+            ours.copy_(found)
 
     # --- while training: standardised rows, bounds that are learned
 
