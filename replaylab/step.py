@@ -8,13 +8,13 @@ device together, and a device-side cursor picks the step's own, so that the grap
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from replaylab.algos import Phase
 from replaylab.data.sample import BLOCK
+from replaylab.fuse import fused
 
 WARM_UP = 3  # real calls before the capture, so that libraries and optimisers have allocated what they need
 
@@ -50,11 +50,8 @@ class Stepper:
     def __init__(self, phase: Phase, device: torch.device, compile: str = "auto"):
         self.phase, self.device = phase, device
         self.update, self.gather = phase.update, phase.sampler.gather
-        if compile == "on":  # one kernel for many small ones that do not wait for each other
-            options: dict[str, Any] | None = {"combo_kernels": True} if device.type == "cuda" else None
-            self.update = torch.compile(self.update, options=options)
-            if phase.sampler.resident:
-                self.gather = torch.compile(self.gather, options=options)
+        if compile == "on":
+            self.update, self.gather = fused(self.update), fused(self.gather, phase.sampler.resident)
         self.step = Graph(self._body, device, capture=compile != "off")
         self.sums: dict[str, Tensor] = {}  # metric sums since they were last read
         self.total: Tensor | None = None  # the same as one table, (metrics, seeds), so that one kernel adds

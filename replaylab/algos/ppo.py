@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from replaylab.config import knob
+from replaylab.fuse import fused
 from replaylab.models.adam import adam, clipped_step
 
 
@@ -225,8 +225,8 @@ class PPO:
         self.values = column(torch.float32, steps + 1)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.optimizer = adam(policy.parameters(), config.ppo_lr, eps=1e-5)
-        fuse: Any = partial(torch.compile, dynamic=False) if device.type == "cuda" else (lambda body: body)
-        self.choose, self.objective = fuse(self._choose), fuse(self._objective)  # a few kernels instead of a hundred
+        cuda = device.type == "cuda"  # a few kernels instead of a hundred
+        self.choose, self.objective = fused(self._choose, cuda), fused(self._objective, cuda)
 
     @torch.no_grad()
     def act(self, observations: Tensor) -> Tensor:

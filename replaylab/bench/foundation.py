@@ -14,6 +14,7 @@ import torch
 
 from replaylab.algos import Spaces
 from replaylab.bench.common import Rows, hopper_like, seconds_per_call
+from replaylab.fuse import fused
 from replaylab.step import Graph, Stepper
 
 
@@ -43,8 +44,8 @@ def sac_update(device: torch.device) -> Rows:
         def body(sac: SAC = sac, replay: Replay = replay) -> None:
             sac.update(replay.sample(256))
 
-        fused = torch.compile(body) if device.type == "cuda" else body  # as `data collect` runs it
-        spent = seconds_per_call(Graph(fused, device), device, 500 if device.type == "cuda" else 20)
+        call = Graph(fused(body, device.type == "cuda"), device)  # as `data collect` runs it
+        spent = seconds_per_call(call, device, 500 if device.type == "cuda" else 20)
         name = f"sac update, batch 256, 256x256, {seeds} seed{'s' if seeds > 1 else ''}"
         yield name, 1e3 * spent, "ms"
         yield name, seeds / spent, "updates/s"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from replaylab.bench.common import Rows, seconds_per_call
+from replaylab.fuse import fused
 from replaylab.models.world import World, WorldShape, snapshot
 from replaylab.models.world_training import RewardTrainer, WorldTrainer
 from replaylab.step import Graph
@@ -60,7 +61,7 @@ def step(device: torch.device) -> Rows:
     for pixels, compile, size in on_cuda if device.type == "cuda" else on_cuda[:1]:
         world, about = make_world(pixels, device)
         dream, batch = snapshot(world), noise_batch(world.shape, size, device)
-        predict = torch.compile(dream.predict, dynamic=False) if compile else dream.predict
+        predict = fused(dream.predict, compile)
         call = partial(predict, batch["frames"], batch["actions"])
         yield from _timed(call, f"world step, {size} frames, {about}", device, compile)
 

@@ -28,6 +28,7 @@ from replaylab.algos.sac import Config as SACConfig
 from replaylab.config import knob
 from replaylab.errors import DataError, UsageError
 from replaylab.evaluate import rollout
+from replaylab.fuse import fused
 from replaylab.progress import Progress, duration
 from replaylab.step import Graph
 from replaylab.tensors import load_tensors, save_tensors
@@ -96,8 +97,7 @@ class Online:
         self.untrained = {k: v[:1].cpu().clone() for k, v in self.sac.actor.state_dict().items()}
         width = (config.candidates, config.train_steps, shape[0], self.spaces.action_dim)
         self.replay = Replay(*width, device)
-        fused = config.compile and device.type == "cuda"
-        self.update = Graph(torch.compile(self._update) if fused else self._update, device)
+        self.update = Graph(fused(self._update, config.compile and device.type == "cuda"), device)
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         self.curve: list[dict[str, Any]] = []  # one entry a chapter: step, seconds, return of each candidate

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replaylab.fuse import fused
+
 EPS_SQUARE, EPS_SCALE = 1e-30, 1e-3  # added to squared gradients; the least size a tensor counts with
 
 
@@ -69,7 +71,7 @@ class Adafactor(torch.optim.Optimizer):
     ):
         # `capturable` makes torch restore the step count to the parameters' device
         super().__init__(params, {"lr": lr, "decay": decay, "clip": clip, "max_norm": max_norm, "capturable": True})
-        self.rule: Callable[..., Tensor] = torch.compile(adafactor, dynamic=False) if compile else adafactor
+        self.rule: Callable[..., Tensor] = fused(adafactor, compile)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from replaylab.data.frames import FrameReplay
+from replaylab.fuse import fused
 from replaylab.models.reward import confusion, precision_recall
 from replaylab.models.world import World
 
@@ -53,7 +54,7 @@ class Dream:
         self.world, self.replay, self.num_envs, self.length = world, replay, agents, length
         device = replay.device
         compile = device.type == "cuda" if compile is None else compile
-        self.predict = torch.compile(world.predict, dynamic=False) if compile else world.predict
+        self.predict = fused(world.predict, compile)
         self.channels = 1 if world.shape.pixels == "palette" else 3
         shape = (world.shape.stack * self.channels, *replay.frames.shape[1:])
         self.stacks = torch.zeros((agents, *shape), dtype=torch.uint8, device=device)

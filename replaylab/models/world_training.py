@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from replaylab.errors import UsageError
+from replaylab.fuse import fused
 from replaylab.models.adafactor import Adafactor
 from replaylab.models.reward import focal_loss, focal_weights
 from replaylab.models.world import World
@@ -76,8 +76,8 @@ class WorldTrainer:
         compile = self.device.type == "cuda" if compile is None else compile
         # the reward head stands still unless `online`: it then has no gradient here
         self.optimizers = {"world": Adafactor(world.parameters(), max_norm=max_norm, compile=compile)}
-        self.loss: Callable[..., dict[str, Tensor]] = wrapped(world.world_loss, compile)
-        self.corrupt: Callable[..., Tensor] = wrapped(corrupted, compile)
+        self.loss: Callable[..., dict[str, Tensor]] = fused(world.world_loss, compile)
+        self.corrupt: Callable[..., Tensor] = fused(corrupted, compile)
         palette = world.shape.pixels == "palette"
         self.channels, self.values = (1, world.shape.palette) if palette else (3, 256)
         self.done = torch.zeros((), device=self.device)  # updates so far
@@ -179,8 +179,8 @@ class RewardTrainer:
     ):
         self.world, self.device, self.focal = world, world.embed.weight.device, focal
         compile = self.device.type == "cuda" if compile is None else compile
-        self.features = wrapped((trunk or world).reward_features, compile)
-        self.loss = wrapped(self._loss, compile)
+        self.features = fused((trunk or world).reward_features, compile)
+        self.loss = fused(self._loss, compile)
         parameters = list(world.reward.parameters())
         self.optimizers = {"reward": Adafactor(parameters, max_norm=max_norm, compile=compile)}
         self.class_weights = torch.ones(3, device=self.device)
@@ -207,7 +207,3 @@ class RewardTrainer:
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         self.class_weights.copy_(state["class_weights"])
-
-
-def wrapped(function: Callable[..., Any], compile: bool) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False) if compile else function
