@@ -28,11 +28,12 @@ class MissingExtra(ReplaylabError):
     """An optional package is needed for what was asked."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' where something is close, otherwise the list of what is known."""
+def nearest(name: str, known: Iterable[str], always: bool = False) -> str:
+    """'; did you mean X?' where something is close, otherwise (or always) the list of what is known."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    return hint + ("" if close and not always else f"{'' if close else ';'} known: {', '.join(known)}")
 
 
 # import name -> (name to pip install, extra of replaylab that brings it)

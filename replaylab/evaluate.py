@@ -7,6 +7,7 @@ episode that is started is played to its end and counted once: short episodes ar
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from replaylab.run import RunFolder
 if TYPE_CHECKING:
     from replaylab.envs.noise import Noise
 
+BOX_SLACK = 1e-5  # of an action box, for rounding
 SEED = 1000  # of the first evaluation episode
 MAX_ENVS = 512  # stepped together
 MAX_STEPS = 100_000  # for environments that never end by themselves
@@ -231,10 +233,19 @@ def check_spaces(env_id: str, spaces: Spaces) -> None:
         sees, acts = tuple(env.single_observation_space.shape), env.single_action_space
         if sees != tuple(spaces.seen):
             raise UsageError(f"{env_id} shows {sees}, the data has observations of {tuple(spaces.seen)}")
-        offered = int(getattr(acts, "n", 0)) or int(acts.shape[0])
-        if bool(getattr(acts, "n", 0)) != spaces.discrete or (offered < spaces.action_dim):
-            kind = "discrete" if hasattr(acts, "n") else "continuous"
-            raise UsageError(f"{env_id} takes {offered} {kind} actions, which do not fit the data's")
+        discrete = hasattr(acts, "n")
+        offered = int(acts.n if discrete else acts.shape[0])
+        fits = spaces.action_dim <= offered if discrete else spaces.action_dim == offered  # a log need not show all
+        if discrete != spaces.discrete or not fits:
+            kind = "discrete actions" if discrete else "continuous numbers an action"
+            theirs = f"{spaces.action_dim} {'discrete' if spaces.discrete else 'continuous'}"
+            raise UsageError(f"{env_id} takes {offered} {kind}, which do not fit the data's {theirs}")
+        if spaces.action_low and spaces.action_high:
+            beyond = (spaces.action_low < acts.low - BOX_SLACK) | (spaces.action_high > acts.high + BOX_SLACK)
+            if beyond.any():
+                print(
+                    f"note: some of the data's actions are outside what {env_id} takes: it clips them", file=sys.stderr
+                )
     finally:
         env.close()
 
@@ -242,6 +253,8 @@ def check_spaces(env_id: str, spaces: Spaces) -> None:
 def _check_targets(agent: Any, targets: Sequence[float]) -> None:
     if not hasattr(agent, "begin") or not agent.targets:
         raise UsageError("this run's policy is not asked for a return: leave the target out")
+    if not all(map(math.isfinite, targets)):
+        raise UsageError("a target must be a number")
     low, high = (round(float(x), 2) for x in agent.returns_range)
     outside = [f"{t:g}" for t in targets if not low <= t <= high]
     if outside:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -237,6 +238,28 @@ def test_a_disk_that_was_full_loses_no_training(tmp_path, monkeypatch, capsys, l
     assert len(load(collect("pendulum", tmp_path / "p", level=level, steps=600, device="cpu", **TINY))) == 600
 
 
+def test_a_level_that_the_disk_cut_short_is_written_again(tmp_path, monkeypatch, capsys):
+    from replaylab import collect as module
+    from replaylab.data.write import save
+
+    def tight(part, path, **options):
+        if len(part) > 400:
+            raise DataError("No space left on device")
+        return save(part, path, **options)
+
+    asked = {"level": "all", "steps": 600, "device": "cpu", **TINY}
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"kept the first [12] of 3 episodes"):
+        patch.setattr(module, "save", tight)
+        patch.setattr(module.shutil, "disk_usage", lambda p: type("u", (), {"free": 0.7 * 600 * 24})())
+        collect("pendulum", tmp_path / "p", **asked)
+    assert "the disk was full" in load(tmp_path / "p" / "random").meta["cut_short"]
+    with contextlib.suppress(DataError):  # so little training need not reach `medium`
+        collect("pendulum", tmp_path / "p", **asked)
+    again = load(tmp_path / "p" / "random")
+    assert len(again) == 600 and "cut_short" not in again.meta
+    assert again.meta["recipe"]["asked"] == {"env": "Pendulum-v1", "level": "random", "steps": 600, "compact": False}
+
+
 def test_unknown_environments_list_the_known_ones(tmp_path):
     for name, words in (
         ("hoper", "did you mean 'd4rl/hopper'"),
@@ -246,6 +269,12 @@ def test_unknown_environments_list_the_known_ones(tmp_path):
             collect(name, tmp_path / "x", device="cpu", **TINY)
         with pytest.raises(UsageError, match="known: d4rl/hopper, d4rl/halfcheetah"):
             collect(name, tmp_path / "x", device="cpu", **TINY)
+    for name, words in (
+        ("atari/pongg", "did you mean 'pong'. known: .*breakout"),
+        ("pointmaze-mediun", "did you mean 'pointmaze-medium'. known: pointmaze-large, pointmaze-medium"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            collect(name, tmp_path / "x")
     assert not any(tmp_path.iterdir())
 
 
@@ -262,13 +291,20 @@ def test_rounding_is_small_and_compresses(episodes):
 
 
 def test_going_on_with_what_was_cut_short(tmp_path, capsys):
-    """The untrained SAC never reaches `medium` here: the levels before it stay, and more training is going on."""
+    """The untrained SAC never reaches `medium` here: the other levels are written, and more training is going on."""
+
+    def trained_for(level):
+        return load(tmp_path / "h" / level).meta["recipe"]["settings"]["train_steps"]
+
     with pytest.raises(DataError, match="train longer"):
         collect("d4rl/hopper", tmp_path / "h", level="all", steps=100, device="cpu", **TINY)
+    assert sorted(p.name for p in (tmp_path / "h").iterdir()) == ["expert", "full-replay", "random"]
+    assert trained_for("expert") == TINY["train_steps"]
     written = (tmp_path / "h" / "random" / "meta.json").stat().st_mtime_ns
     with pytest.raises(UsageError, match="with another hidden: pass --overwrite"):
         collect("d4rl/hopper", tmp_path / "h", level="all", steps=100, device="cpu", **TINY | {"hidden": [8]})
     with pytest.raises(DataError, match="train longer"):
         collect("d4rl/hopper", tmp_path / "h", level="all", steps=100, device="cpu", **TINY | {"train_steps": 800})
     assert (tmp_path / "h" / "random" / "meta.json").stat().st_mtime_ns == written
+    assert trained_for("expert") == trained_for("full-replay") == 800
     assert len(json.loads((tmp_path / "h.training" / "curve.json").read_text())) == 4

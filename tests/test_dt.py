@@ -336,6 +336,23 @@ def test_frames_take_the_preset_for_frames(pixels, tmp_path, capsys):
     assert dt.usual_preset(make_episodes()) is None
 
 
+def test_episodes_that_were_cut_can_be_left_out():
+    """Three steps and an end, two steps cut, four steps and the time limit, four steps and an end."""
+    ends, cuts = np.zeros(13, bool), np.zeros(13, bool)
+    ends[[2, 12]], cuts[[4, 8]] = True, True
+    log = from_rows(np.arange(13.0)[:, None], np.zeros((13, 1)), np.ones(13), ends, cuts)
+    assert dt.whole(log).lengths.tolist() == [3, 4, 4]
+    for choice, rows in (("keep", 13), ("drop", 11)):
+        _, phase = make_agent(log, context=2, cut_episodes=choice)
+        assert len(phase.sampler.store.rewards) == rows
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf")])
+def test_returns_are_divided_by_something(scale):
+    with pytest.raises(UsageError, match="rtg_scale must be above 0"):
+        make_agent(make_episodes(), rtg_scale=scale)
+
+
 def test_a_target_outside_the_data_is_noted():
     log = make_episodes()
     agent, _ = make_agent(log, target=1e6)

@@ -87,6 +87,8 @@ def test_all_targets_in_one_evaluation(levers_run, capsys):
     out, errors = capsys.readouterr()
     assert "(target 10): DTLevers-v0 return 10.0" in out and "(target -10): DTLevers-v0 return -10.0" in out
     assert "target 30 is outside the data's returns, -10 to 10" in errors
+    with pytest.raises(UsageError, match="a target must be a number"):
+        replaylab.evaluate(levers_run, episodes=1, targets=[10.0, float("nan")], device="cpu")
     assert main(["eval", str(levers_run), "--target", "10", "-10", "--episodes", "2", "--json", "--device", "cpu"]) == 0
     assert [row["settings"]["target"] for row in json.loads(capsys.readouterr().out)] == [10, -10]
 

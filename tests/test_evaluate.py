@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import gymnasium
 import numpy as np
 import pytest
@@ -7,7 +9,9 @@ import torch
 
 import replaylab
 from replaylab import evaluate
-from replaylab.evaluate import rollout
+from replaylab.algos import Spaces
+from replaylab.errors import UsageError
+from replaylab.evaluate import check_spaces, rollout
 from replaylab.run import RunFolder
 
 
@@ -105,3 +109,31 @@ def test_evaluation_leaves_the_random_numbers_of_training_alone(tmp_path):
     evaluate_module().evaluate_agent(Sampler(), [0], "Countdown-v0", 3)
     assert torch.equal(a, torch.randn(4))
     assert callable(evaluate)
+
+
+@pytest.mark.parametrize(
+    ("env", "spaces", "words"),
+    [
+        (
+            "d4rl/hopper",
+            Spaces([11], "float32", 2, False),
+            "takes 3 continuous numbers an action.*the data's 2 continuous",
+        ),
+        ("d4rl/hopper", Spaces([11], "float32", 4, False), "the data's 4 continuous"),
+        ("d4rl/hopper", Spaces([11], "float32", 3, True), "the data's 3 discrete"),
+        ("CartPole-v1", Spaces([4], "float32", 3, True), "takes 2 discrete actions.*the data's 3 discrete"),
+        ("CartPole-v1", Spaces([4], "float32", 2, False), "the data's 2 continuous"),
+        ("CartPole-v1", Spaces([5], "float32", 2, True), "the data has observations of"),
+        ("CartPole-v1", Spaces([4], "float32", 1, True), None),  # a log need not show every action
+        ("d4rl/hopper", Spaces([11], "float32", 3, False), None),
+    ],
+)
+def test_what_the_data_does_fits_the_environment(env, spaces, words):
+    with pytest.raises(UsageError, match=words) if words else contextlib.nullcontext():
+        check_spaces(env, spaces)
+
+
+@pytest.mark.parametrize(("reach", "told"), [(1.0, False), (5.0, True)])
+def test_actions_beyond_the_environments_box_are_noted(capsys, reach, told):
+    check_spaces("d4rl/hopper", Spaces([11], "float32", 3, False, [-1.0] * 3, [1.0, 1.0, reach]))
+    assert ("outside what d4rl/hopper takes" in capsys.readouterr().err) == told

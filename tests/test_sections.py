@@ -38,6 +38,17 @@ def test_the_return_sweep_shows_what_was_asked_and_achieved(tmp_path):
     assert cells[:8] == ["900", "975", "950", "1000", "3600", "2525", "2000", "3050"]
 
 
+def test_a_sweep_with_other_settings_has_a_picture_of_its_own(tmp_path):
+    run = make_run(tmp_path / "r", data={"return": {"max": 20.0}})
+    for temperature in (1.0, 0.1):
+        lines = [line(target, 0, [target / 2]) for target in (20.0, 0.0)]
+        run.append(
+            "eval.jsonl", [each | {"settings": each["settings"] | {"temperature": temperature}} for each in lines]
+        )
+    text = replaylab.report([run.path], tmp_path / "page.html").read_text()
+    assert "d4rl/hopper, temperature 1.0" in text and "d4rl/hopper, temperature 0.1" in text
+
+
 def test_broken_findings_do_not_break_the_page(tmp_path):
     run = make_run(tmp_path / "r", data={"return": [1]})
     run.append("eval.jsonl", [line(1.0, 0, [1.0]), line(2.0, 0, [1.0])])

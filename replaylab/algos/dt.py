@@ -41,6 +41,11 @@ class Config:
     rtg_scale: float | None = knob(None, "divides returns; default: the environment's, else the data's largest")
     target: float | None = knob(None, "return to ask for; default: the environment's, else the data's best")
     top_fraction: float = knob(1.0, "learn only from the best episodes, up to this fraction of the rows")
+    cut_episodes: str = knob(
+        "keep",
+        "episodes cut before their end, whose returns lack the rest; drop: learn from whole ones only",
+        ("keep", "drop"),
+    )
     normalize: bool = knob(True, "standardise vectors and frames with the data's mean and deviation")
     width: int = knob(128, "of a token")
     layers: int = knob(3, "transformer blocks")
@@ -110,6 +115,13 @@ def scale_and_target(env_id: str | None, returns: np.ndarray) -> tuple[float, fl
         if word in TARGETS:
             return TARGETS[word]
     return (1.0 if words[0] == "atari" else float(np.abs(returns).max()) or 1.0), float(returns.max())
+
+
+def whole(episodes: Episodes) -> Episodes:
+    """Without those that were cut before their end; one as long as the longest ran into the time limit: an end."""
+    lengths = episodes.lengths
+    kept = episodes.terminated[episodes.last_rows] | (lengths == lengths.max())
+    return episodes.select(np.flatnonzero(kept))
 
 
 def delayed(episodes: Episodes) -> Episodes:
@@ -204,6 +216,8 @@ class Agent(nn.Module):
             raise UsageError(f"dt takes vectors or stacks of 84 x 84 byte frames, not {spaces.observation_dtype}{seen}")
         if config.width % config.heads or min(config.context, config.layers) < 1:
             raise UsageError("width must be a multiple of heads, context and layers at least 1")
+        if config.rtg_scale is not None and not 0 < config.rtg_scale < math.inf:
+            raise UsageError(f"rtg_scale must be above 0, not {config.rtg_scale:g}")
         if self.pixels and config.ahead:
             raise UsageError("ahead predicts vectors, not frames: leave it at 0")
         self.config, self.seeds, self.device, self.discrete = config, list(seeds), device, spaces.discrete
@@ -260,6 +274,7 @@ class Agent(nn.Module):
         self.returns_range.copy_(torch.tensor([low, high]))
         if config.condition == "return" and not low <= float(self.target) <= high:
             self.notes.append(f"asks for a return of {float(self.target):g}; the data has {low:g} to {high:g}")
+        episodes = whole(episodes) if config.cut_episodes == "drop" else episodes
         episodes = delayed(episodes) if config.mode == "delayed" else episodes
         store = Store(episodes.top_fraction(config.top_fraction), self.device)
         windows = Windows(store, self.seeds, config.batch_size, config.context, stack=self.stack)

@@ -18,6 +18,7 @@ import torch
 import replaylab
 from replaylab.config import resolve
 from replaylab.data.episodes import Episodes, concatenate
+from replaylab.data.read import load
 from replaylab.data.write import check_target, save
 from replaylab.errors import DataError, UsageError
 from replaylab.run import command_line
@@ -101,8 +102,11 @@ def _collect_levels(
     asked = {"env": env, "seed": seed} | vars(config)
     resumed = going_on(training, asked, overwrite)
     for name, path in list(targets.items()):
-        if path.exists() and resumed and level == "all":
-            targets.pop(name)  # written before the command was cut short
+        if path.exists() and resumed and level == "all":  # written before the command was cut short, perhaps in part
+            about = load(path).meta
+            older = about["recipe"]["settings"]["train_steps"] != config.train_steps and name != "random"
+            if not older and "cut_short" not in about:
+                targets.pop(name)
         elif path.exists() and not overwrite:
             raise UsageError(f"{path} exists: pass --overwrite or another --out")
         check_target(path, format, overwrite=True)  # before the training, not after it
@@ -110,15 +114,24 @@ def _collect_levels(
     (training / "asked.json").write_text(json.dumps(asked))
     if names != ("random",):
         online.train()
+    missed: DataError | None = None
     for name, path in targets.items():
-        episodes = make_level(online, name, steps, seed)
-        meta = episodes.meta | {"recipe": recipe(config, seed) | episodes.meta.get("recipe", {})}
-        episodes = replace(episodes, meta=meta)
-        save_what_fits(rounded(episodes) if compact else episodes, path, overwrite=overwrite, format=format)
+        try:
+            episodes = make_level(online, name, steps, seed)
+        except DataError as error:  # no policy was good enough for this level; others may do without it
+            missed = error
+            continue
+        wanted = {"env": env, "level": name, "steps": steps, "compact": compact}
+        made = recipe(config, seed) | {"asked": wanted} | episodes.meta.get("recipe", {})
+        episodes = replace(episodes, meta=episodes.meta | {"recipe": made})
+        again = overwrite or path.exists()
+        save_what_fits(rounded(episodes) if compact else episodes, path, overwrite=again, format=format)
         score = f"return {episodes.returns.mean():.0f} +- {episodes.returns.std():.0f}"
         print(f"wrote {path}: {len(episodes)} steps, {episodes.num_episodes} episodes, {score}", file=sys.stderr)
         for note in episodes.meta["notes"]:
             print(f"note: {note}", file=sys.stderr)
+    if missed:
+        raise missed
     online.forget()
     return out
 
@@ -178,12 +191,14 @@ def save_what_fits(episodes: Episodes, path: Path, *, overwrite: bool, format: s
             raise
         problem = error
     while (keep := int(np.searchsorted(episodes.offsets, min(share, 1) * len(episodes), "right")) - 1) > 0:
+        kept = f"kept the first {keep} of {episodes.num_episodes} episodes"
+        part = episodes.select(range(keep))
+        part = replace(part, meta=part.meta | {"cut_short": f"the disk was full; {kept}"})
         try:
-            save(episodes.select(range(keep)), path, format=format, overwrite=overwrite)
+            save(part, path, format=format, overwrite=overwrite)
         except DataError:
             share = 0.9 * min(share, 1)
             continue
-        kept = f"kept the first {keep} of {episodes.num_episodes} episodes"
         raise DataError(f"{path}: the disk is full; {kept}. For all, make room, remove it and run the command again")
     raise problem
 

@@ -144,6 +144,7 @@ class Collector:
     # --- training
 
     def train(self) -> None:
+        self._write_recipe([])  # a folder that is cut short says what game it is of
         while self.chapter * self.per_chapter < self.total:
             self._play()
             self.recorder.cut()
@@ -219,7 +220,9 @@ class Collector:
 
     def _write_recipe(self, scores: list[float]) -> None:
         about = {"env_id": self.env_id, "num_actions": self.agent.num_actions, "sticky": self.config.sticky}
-        made = recipe(self.config, self.seed) | {"seconds": round(self.seconds, 1), "device": str(self.device)}
+        asked = {"env": self.env_id, "level": "replay", "steps": self.total * self.games}
+        made = recipe(self.config, self.seed) | {"asked": asked}
+        made |= {"seconds": round(self.seconds, 1), "device": str(self.device)}
         result = {"scores": {"policy": scores, "mean": _mean(scores)}, "curve": self.curve}
         save_tensors(self.out / "policy.safetensors", dict(self.agent.online.state_dict()))
         (self.out / "recipe.json").write_text(json.dumps(about | made | result, indent=1))

@@ -115,7 +115,7 @@ def parse(env_id: str, style: str | None, robot: str = "point") -> tuple[str, st
     known = [f"{robot}maze-{maze}" for maze in STOPS]
     plain = env_id.removesuffix("-diverse")
     if plain not in known:
-        raise UsageError(f"no driver for '{env_id}'{nearest(plain, known)}")
+        raise UsageError(f"no driver for '{env_id}'{nearest(plain, known, always=True)}")
     implied = "play" if plain == env_id else "diverse"
     style = style or implied
     if style not in MODES:

@@ -40,7 +40,7 @@ def game_name(env_id: str) -> str:
     """'atari/SpaceInvaders' -> 'space_invaders'."""
     plain = env_id.lower().removeprefix("atari/").replace("_", "").replace("-", "")
     if plain not in games():
-        raise UsageError(f"unknown Atari game '{env_id}'{nearest(plain, games().values())}")
+        raise UsageError(f"unknown Atari game '{env_id}'{nearest(plain, games().values(), always=True)}")
     return games()[plain]
 
 

@@ -10,12 +10,13 @@ from replaylab.results import Evaluations, Run, finite
 
 
 def sections(run: Run) -> list[tuple[str, Html]]:
-    by_env: dict[str, dict[float, Evaluations]] = {}
+    found: dict[tuple[str, str], dict[float, Evaluations]] = {}  # by environment and the other settings
     for group in run.evaluations:
         target = finite(group.settings.get("target"))
-        if target is not None and set(group.settings) == {"target"}:
-            by_env.setdefault(group.env, {})[target] = group
-    pictures = [_sweep(run, env, groups) for env, groups in by_env.items() if len(groups) > 1]
+        if target is not None:
+            others = ", ".join(f"{name} {value}" for name, value in group.settings.items() if name != "target")
+            found.setdefault((group.env, others), {})[target] = group
+    pictures = [_sweep(run, *key, groups) for key, groups in found.items() if len(groups) > 1]
     if not pictures:
         return []
     note = (
@@ -25,7 +26,7 @@ def sections(run: Run) -> list[tuple[str, Html]]:
     return [("Asked and achieved return", Html("".join(pictures) + note))]
 
 
-def _sweep(run: Run, env: str, groups: dict[float, Evaluations]) -> Html:
+def _sweep(run: Run, env: str, others: str, groups: dict[float, Evaluations]) -> Html:
     asked = np.array(sorted(groups))
     last = [[line["returns"] for _, line in groups[a].last().values()] for a in asked]  # [target][seed][episode]
     seeds = [[float(np.mean(returns)) for returns in by_seed] for by_seed in last]
@@ -40,6 +41,7 @@ def _sweep(run: Run, env: str, groups: dict[float, Evaluations]) -> Html:
     caption += "band: lowest to highest seed."
     if env.startswith("atari/"):
         caption += " Asked for in clipped rewards, as the data has them; achieved in the game's own."
-    picture = charts.lines(env, series, x_label="return asked for", y_label="return achieved", caption=caption)
+    title = f"{env}, {others}" if others else env
+    picture = charts.lines(title, series, x_label="return asked for", y_label="return achieved", caption=caption)
     rows = [[number(a), number(m), number(lo), number(hi)] for a, m, lo, hi in zip(asked, mean, low, high, strict=True)]
     return Html(grid([picture]) + table(["Asked", "Achieved", "Lowest seed", "Highest seed"], rows))
