@@ -239,6 +239,22 @@ def test_values_build_on_the_data_s_return():
     torch.testing.assert_close(alone.returns.layers[0].weight, agent.returns.layers[0].weight)
 
 
+def test_that_return_can_be_learnt_exactly_under_bootstrapped_values():
+    """With LayerNorm and targets of deviation 1, as `--backup data` has it; V goes on from it all the same."""
+    log = make_episodes(lengths=(30, 20, 40))
+    log = replace(log, rewards=1000 + log.rewards)
+    settings = {"returns_steps": 300, "gamma": 0.9, "rewards": "raw", "batch_size": 64, "hidden": [32, 32]}
+    errors = []
+    for exact in (True, False):
+        agent, phases = make_agent(log, returns_exact=exact, **settings)
+        assert agent.config.backup == "values" and agent.config.exact == exact
+        Stepper(phases[0], CPU).run(0, 300)
+        b = agent.usual(torch.tensor(log.observations)[None])[0].detach()
+        errors.append(float((b - torch.tensor(log.returns_to_go(0.9))).square().mean()))
+        phases[0].finish()
+    assert errors[0] < 0.3 * errors[1]
+
+
 @pytest.mark.parametrize("trace", [0.0, 0.7])
 def test_a_backup_over_the_data_s_returns(trace):
     """Rewards become what followed beyond b, faded by the trace, of deviation 1. Q learns just that, nothing of V."""

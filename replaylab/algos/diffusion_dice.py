@@ -57,6 +57,7 @@ class Config:
     rewards: str = knob("auto", "range: divided by the range of returns; maze: 0 or -1", RULES)
     normalize: bool = knob(True, "standardise observations with the data's mean and deviation; the original does not")
     returns_steps: int = knob(5000, "updates of an estimate of the data's return, on which values build; 0: none")
+    returns_exact: bool = knob(False, "learn that as well as can be, not roughly; always so with `--backup data`")
     backup: str = knob("values", "Q of the better policy, over V; or of the data, over its returns", BACKUPS)
     trace: float = knob(0.9, "of `--backup data`: how far a return is logged rewards, not an estimate; 0: one step")
     # behaviour
@@ -110,6 +111,10 @@ class Config:
             raise UsageError(f"trace must be from 0 to 1, not {self.trace:g}")
         if (self.stage == "critic") != (self.behavior is not None):
             raise UsageError("--stage critic and --behavior RUN belong together")
+
+    @property
+    def exact(self) -> bool:
+        return self.returns_exact or self.backup == "data"
 
 
 ACTING = (
@@ -205,8 +210,8 @@ class Agent(nn.Module):
         if config.stage != "behavior":
             if config.returns_steps:
                 one = generators([0])  # of the data, so one for all seeds
-                exact = config.backup == "data"
-                self.returns = Value(one, state, config.hidden) if exact else MLP(one, state, config.hidden, 1)
+                hidden = config.hidden
+                self.returns = Value(one, state, hidden) if config.exact else MLP(one, state, hidden, 1)
             self.value = Value(own, state, config.hidden)
             original = config.fidelity == "original"
             self.guide = GuideNet(own, state, action, config.guide_hidden, balanced=not original)
@@ -267,7 +272,7 @@ class Agent(nn.Module):
         if not config.returns_steps:
             return []
         told = lambda observations: self.returns(self.seen(observations)).view(1, -1)  # noqa: E731
-        self.usual = UsualReturn(told, episodes, store, config.gamma, config.backup, config.trace)
+        self.usual = UsualReturn(told, episodes, store, config)
         rows = Numbered(store, [0], config.batch_size, stream=2, next_observations=False)
         phase = Phase("returns", config.returns_steps, rows, self.returns_update, evaluates=False)
         phase.finish = self.usual.shape

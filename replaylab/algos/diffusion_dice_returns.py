@@ -5,13 +5,14 @@ potential (Ng et al., 1999) changes no policy. Q and V are then corrections to b
 actions that differ by less than one where states differ by a hundred, and begin far below the truth.
 
 With `backup data`, where Q is measured against b alone, b is learnt as well as can be. Where V goes on from b, a rough
-one is better: in a maze the truth is -100 nearly everywhere, and V, which starts there, has all the way to climb.
+one may be better: in a maze the truth is -100 nearly everywhere, and V, which starts there, has all the way to climb.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,21 +32,19 @@ class UsualReturn:
         network: Callable[[Tensor], Tensor],
         episodes: Episodes,
         store: Store,
-        gamma: float,
-        backup: str,
-        trace: float,
+        config: Any,
     ):
         self.network, self.episodes, self.store = network, episodes, store
-        self.gamma, self.backup, self.trace = gamma, backup, trace
+        self.gamma, self.backup, self.trace = config.gamma, config.backup, config.trace
         self.rewards = store.rewards.clone()
-        to_go = episodes.returns_to_go(gamma).astype(np.float32)
+        to_go = episodes.returns_to_go(self.gamma).astype(np.float32)
         self.mean, self.scale = 0.0, 1.0
-        if backup == "data":  # the network's own numbers are near one: it learns a thousand no slower than a tenth
+        if config.exact:  # the network's own numbers are near one: it learns a thousand no slower than a tenth
             self.mean, self.scale = float(to_go.mean()), max(float(to_go.std()), 1e-6)
         # an episode that was cut goes on unseen: what its end is worth is part of the return
         last, ids = episodes.last_rows, episodes.episode_ids
         ends = np.where(episodes.final_known[:, None], episodes.final_observations, episodes.observations[last])
-        left = gamma ** (last[ids] - np.arange(len(episodes)) + 1.0) * ~episodes.terminated[last][ids]
+        left = self.gamma ** (last[ids] - np.arange(len(episodes)) + 1.0) * ~episodes.terminated[last][ids]
         device = store.rewards.device
         self.to_go, self.left = (torch.as_tensor(x.astype(np.float32), device=device) for x in (to_go, left))
         self.ends = torch.as_tensor(ends, dtype=torch.float32, device=device)
