@@ -48,6 +48,47 @@ def area(image: np.ndarray, size: int = 84) -> np.ndarray:
     return weights(image.shape[0]) @ image @ weights(image.shape[1]).T
 
 
+def bilinear(image: np.ndarray) -> np.ndarray:
+    """By hand: between the two nearest rows and columns of where a pixel's centre falls."""
+
+    def weights(length: int, size: int = 84) -> np.ndarray:
+        table = np.zeros((size, length))
+        for i in range(size):
+            place = max((i + 0.5) * length / size - 0.5, 0.0)
+            first, share = int(place), place - int(place)
+            table[i, first] += 1 - share
+            table[i, min(first + 1, length - 1)] += share
+        return table
+
+    return weights(image.shape[0]) @ image @ weights(image.shape[1]).T
+
+
+def test_the_original_shrinks_before_it_takes_the_brighter_pixels() -> None:
+    import ale_py
+
+    env = atari.make_vec("atari/breakout,sticky=0,resize=bilinear", 2)
+    bare = ale_py.ALEInterface()
+    bare.setFloat("repeat_action_probability", 0.0)
+    bare.loadROM(ale_py.roms.get_rom_path("breakout"))
+    bare.reset_game()
+    observations, _ = env.reset(seed=[3, 4])
+    assert observations.shape == (2, 4, 84, 84) and observations.dtype == np.uint8 and not observations[:, :3].any()
+    assert np.abs(observations[0, 3] - bilinear(bare.getScreenGrayscale())).max() <= 1
+    meanings, differs = bare.getMinimalActionSet(), 0.0
+    for action in (1, 2, 2, 3, 0, 3):
+        before, screens, rewards = observations, [], 0
+        for _ in range(4):
+            rewards += bare.act(meanings[action])
+            screens.append(bare.getScreenGrayscale().astype(float))
+        observations, got, *_ = env.step(np.array([action, 0]))
+        expected = np.maximum(*map(bilinear, screens[-2:]))
+        assert np.abs(observations[0, 3] - expected).max() <= 1 and got[0] == rewards
+        assert (observations[0, :3] == before[0, 1:]).all()
+        differs = max(differs, np.abs(expected - area(np.maximum(*screens[-2:]))).max())
+    assert differs > 20  # from Dopamine's
+    assert not env.reset(options={"reset_mask": np.array([True, False])})[0][0, :3].any()
+
+
 def test_preprocessing_is_dopamines() -> None:
     """Against the bare emulator: four frames an action, the brighter of the last two, grey, area resize."""
     import ale_py
@@ -136,8 +177,8 @@ def test_options_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
         {"sticky": 0.0, "noop_max": 30}, {"sticky": 0.1, "noop_max": 7}, {},
     ]  # fmt: skip
     assert scores.reference("atari/pong,sticky=0,noops=30") == scores.reference("atari/pong")
-    for wrong in ("stiky=0", "sticky=2", "noops=-1", "noops", ""):
-        with pytest.raises(UsageError, match="options are sticky=0 to 1 and noops="):
+    for wrong in ("stiky=0", "sticky=2", "noops=-1", "noops", "resize=cubic", ""):
+        with pytest.raises(UsageError, match="options are sticky=0 to 1, noops="):
             envs.make_vec(f"atari/pong,{wrong}", 1)
 
 

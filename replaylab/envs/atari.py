@@ -6,7 +6,8 @@ An action lasts four emulator frames; with sticky actions the emulator repeats t
 without idle moves. ale-py's C++ engine does all of this in this order; this file gives it our vector semantics.
 
 A game goes by `atari/` and its name in any spelling: atari/space_invaders, atari/SpaceInvaders, atari/spaceinvaders.
-Options may follow behind commas: `atari/pong,sticky=0,noops=30` is played as the original Decision Transformer does.
+Options may follow behind commas: `atari/pong,sticky=0,noops=30,resize=bilinear` is played as the original Decision
+Transformer does.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import torch
+from torch.nn import functional as F
 
 from replaylab.envs.vector import RestingVectorEnv, Step
 from replaylab.errors import UsageError, nearest, require
 
 FRAME_SKIP = 4
 MAX_STEPS = 27_000  # actions an episode, 108,000 emulator frames
+SCREEN, SIZE = (210, 160), (84, 84)
+RESIZES = ("area", "bilinear")
 
 
 @cache
@@ -54,8 +59,11 @@ def parse(env_id: str) -> tuple[str, dict[str, Any]]:
             options["sticky"] = float(value)
         elif key == "noops" and value.isdecimal():
             options["noop_max"] = int(value)
+        elif key == "resize" and value in RESIZES:
+            options["resize"] = value
         else:
-            raise UsageError(f"'{setting}' in '{env_id}': a game's options are sticky=0 to 1 and noops=0, 1, 2, ...")
+            known = f"sticky=0 to 1, noops=0, 1, 2, ... and resize={' or '.join(RESIZES)}"
+            raise UsageError(f"'{setting}' in '{env_id}': a game's options are {known}")
     return f"atari/{game_name(name)}", options
 
 
@@ -71,16 +79,18 @@ def engine(
     episodic_life: bool = False,
     stack: int = 4,
     max_steps: int = MAX_STEPS,
+    **others: Any,
 ) -> Any:
     """ale-py's own vector environment, which resets by itself. Observations (num_envs, stack, 84, 84), newest last.
 
     noop_max: idle for up to this many frames at the start. episodic_life: losing a life ends the episode, and a
     reset then starts a new game. The defaults are Dopamine's; the original Decision Transformer evaluates with
-    `sticky=0, noop_max=30` (and with a bilinear resize, which this engine does not have).
+    `sticky=0, noop_max=30` and a bilinear resize, which this engine does not have (`BilinearVectorEnv`).
     """
     require("ale_py", "Atari")
     from ale_py.vector_env import AtariVectorEnv
 
+    settings = {"frameskip": FRAME_SKIP} | others
     return AtariVectorEnv(
         game_name(env_id),
         num_envs,
@@ -92,8 +102,8 @@ def engine(
         reward_clipping=reward_clipping,
         episodic_life=episodic_life,
         stack_num=stack,
-        frameskip=FRAME_SKIP,
         max_num_frames_per_episode=max_steps * FRAME_SKIP,
+        **settings,
     )
 
 
@@ -106,6 +116,7 @@ class AtariVectorEnv(RestingVectorEnv):
 
     def __init__(self, env_id: str, num_envs: int, **options: Any) -> None:
         name, found = parse(env_id)
+        found.pop("resize", None)
         self.engines = [engine(name, 1, threads=1, **found | options) for _ in range(max(num_envs, 1))]
         first = self.engines[0]
         super().__init__(num_envs, first.single_observation_space, first.single_action_space)
@@ -133,11 +144,47 @@ class AtariVectorEnv(RestingVectorEnv):
         self.engines.clear()
 
 
+class BilinearVectorEnv(AtariVectorEnv):
+    """The same, but the last two frames are each shrunk bilinearly before their brighter pixels are taken. The engine
+    shows every whole frame for this, which is some times slower."""
+
+    def __init__(self, env_id: str, num_envs: int, *, stack: int = 4, **options: Any) -> None:
+        whole = {"frameskip": 1, "maxpool": False, "img_height": SCREEN[0], "img_width": SCREEN[1]}
+        super().__init__(env_id, num_envs, stack=1, **options | whole)
+        self.seen = np.zeros((num_envs, stack, *SIZE), np.uint8)
+        space = gymnasium.spaces.Box(0, 255, self.seen.shape[1:], np.uint8)
+        RestingVectorEnv.__init__(self, num_envs, space, self.single_action_space)
+
+    def _reset(self, ids: np.ndarray, seeds: list[int | None], options: dict) -> tuple[np.ndarray, dict[str, Any]]:
+        frames, infos = super()._reset(ids, seeds, options)
+        self.seen[ids] = 0
+        self.seen[ids, -1] = shrunk(frames)
+        return self.seen[ids], infos
+
+    def _step(self, ids: np.ndarray, actions: np.ndarray) -> Step:
+        last = np.zeros((len(ids), 2, *SCREEN), np.uint8)
+        rewards, terminated, truncated = np.zeros(len(ids)), np.zeros(len(ids), bool), np.zeros(len(ids), bool)
+        for _ in range(FRAME_SKIP):
+            on = np.flatnonzero(~(terminated | truncated))
+            if len(on):
+                frames, gained, terminated[on], truncated[on], _ = super()._step(ids[on], actions[on])
+                last[on] = np.stack([last[on, 1], frames[:, 0]], 1)
+                rewards[on] += gained
+        self.seen[ids] = np.concatenate([self.seen[ids, 1:], shrunk(last)[:, None]], 1)
+        return self.seen[ids], rewards, terminated, truncated, {}
+
+
+def shrunk(frames: np.ndarray) -> np.ndarray:
+    """(games, frames, height, width) -> the brightest pixels of the frames, shrunk bilinearly: (games, 84, 84)."""
+    small = F.interpolate(torch.from_numpy(frames).float(), SIZE, mode="bilinear")
+    return small.round().amax(1).byte().numpy()
+
+
 class AtariEnv(gymnasium.Env):
     """One game, for code that wants a plain Gymnasium environment."""
 
     def __init__(self, env_id: str, **options: Any) -> None:
-        self.vector = AtariVectorEnv(env_id, 1, **options)
+        self.vector = make_vec(env_id, 1, **options)
         self.observation_space = self.vector.single_observation_space
         self.action_space = self.vector.single_action_space
 
@@ -159,4 +206,6 @@ def make(env_id: str, **options: Any) -> AtariEnv:
 
 
 def make_vec(env_id: str, num_envs: int, **options: Any) -> AtariVectorEnv:
-    return AtariVectorEnv(env_id, num_envs, **options)
+    resize = (parse(env_id)[1] | options).get("resize", "area")
+    kind = BilinearVectorEnv if resize == "bilinear" else AtariVectorEnv
+    return kind(env_id, num_envs, **{k: v for k, v in options.items() if k != "resize"})
