@@ -472,6 +472,9 @@ def test_other_settings_do_not_continue_a_killed_run(tmp_path: Path, monkeypatch
             collect_atari("pong", 240, tmp_path / "Pong", **QUICK)
     with pytest.raises(UsageError, match="exists"):
         collect_atari("pong", 240, tmp_path / "Pong", seed=1, **QUICK)
+    assert json.loads((tmp_path / "Pong" / "recipe.json").read_text())["asked"]["steps"] == 240  # before any log
+    collect_atari("pong", 120, tmp_path / "Pong", seed=1, overwrite=True, **QUICK)
+    assert len(dqn_replay.read(tmp_path / "Pong")) == 120
 
 
 def test_collector_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

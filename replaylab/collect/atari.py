@@ -79,7 +79,8 @@ def collect_atari(
     if overwrite or not _unfinished(out, training, asked):
         if out.exists() and not overwrite:
             raise UsageError(f"{out} exists: pass --overwrite or another --out")
-        if out.exists() and not dqn_replay.sniff(out) and (not out.is_dir() or any(out.iterdir())):
+        ours = (training / "asked.json").exists() or dqn_replay.sniff(out)  # begun by this command, or a log
+        if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} holds something other than DQN-replay logs and is not replaced")
         for folder in (out, training):
             shutil.rmtree(folder, ignore_errors=True)

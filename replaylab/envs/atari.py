@@ -146,7 +146,7 @@ class AtariVectorEnv(RestingVectorEnv):
 
 class BilinearVectorEnv(AtariVectorEnv):
     """The same, but the last two frames are each shrunk bilinearly before their brighter pixels are taken. The engine
-    shows every whole frame for this, which is some times slower."""
+    shows every whole frame for this, which halves its speed."""
 
     def __init__(self, env_id: str, num_envs: int, *, stack: int = 4, **options: Any) -> None:
         whole = {"frameskip": 1, "maxpool": False, "img_height": SCREEN[0], "img_width": SCREEN[1]}
