@@ -78,6 +78,9 @@ def join(agent: Any, phases: Sequence[Phase]) -> None:
     """Make an agent and its phases one of several."""
     if world() == 1:
         return
+    for phase in phases:
+        if phase.hook is not None:
+            raise UsageError(f"phase '{phase.name}' works between its updates and cannot be shared out")
     start()
     for tensor in agent.state_dict().values():
         distributed.broadcast(tensor, 0)
@@ -86,8 +89,6 @@ def join(agent: Any, phases: Sequence[Phase]) -> None:
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(partial(_average, weights))
     for phase in phases:
-        if phase.hook is not None:
-            raise UsageError(f"phase '{phase.name}' works between its updates and cannot be shared out")
         phase.sampler, phase.update = Part(phase.sampler, weights), partial(_update, phase.update, weights)
     if rank():  # dropout differs from process to process
         torch.manual_seed(torch.initial_seed() + rank())

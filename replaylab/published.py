@@ -41,11 +41,13 @@ class Published:
 
 
 def canonical(dataset: str) -> str:
-    """`hopper-medium` for hopper_medium-v2, mujoco/hopper/medium-v0, hopper-medium.hdf5 and the like."""
+    """`hopper-medium` for hopper_medium-v2, mujoco/hopper/medium-v0, hopper-medium.hdf5 and the like;
+    `hopper-medium-expert` for hopper-medium+hopper-expert."""
     if dataset.lower().startswith("atari/"):
         return dataset.lower()
     name = re.sub(r"[/_:]", "-", re.sub(r"\.\w+$", "", dataset.lower()))
-    return re.sub(r"^(d4rl|mujoco)-", "", re.sub(r"-v\d+$", "", name))
+    name = re.sub(r"^(d4rl|mujoco)-", "", re.sub(r"-v\d+$", "", name))
+    return re.sub(r"^(.+)-medium\+\1-expert$", r"\1-medium-expert", name)
 
 
 def dataset_name(path: str | Path) -> str:

@@ -162,6 +162,20 @@ def test_plain_runs_are_told_apart_by_what_differs(tmp_path):
     found = gather([tmp_path / "a", tmp_path / "c"])
     assert found.rows == ["bc"] and found.tasks == ["hopper-medium"]
     assert len(found.entries[0].last) == 2  # seeds of two runs are one entry
+    make_run(tmp_path / "d", [(200, 0, [20])], lr=0.1, data="x/hopper/medium-v0")
+    found = gather([tmp_path / "a", tmp_path / "d"])  # the same seed twice: nothing may be lost
+    assert found.tasks == ["hopper-medium", "hopper-medium-v0"] and len(found.entries) == 2
+
+
+def test_datasets_of_a_sweep_keep_their_names(tmp_path):
+    cells = []
+    for i, name in enumerate(("hopper-medium-v0", "hopper-medium-v2")):
+        make_run(tmp_path / "s" / f"bc-{name}", [(200, 0, [10.0 + i])], data=f"{name}.npz")
+        cells.append(Cell(f"bc-{name}", "bc", "bc", name, "", [f"{name}.npz"], None, None, {}, [0]))
+    Queue(tmp_path / "s").write(Plan("s", cells))
+    found = gather(tmp_path / "s")
+    assert found.tasks == ["hopper-medium-v0", "hopper-medium-v2"]
+    assert "published" in markdown(found)
 
 
 def test_published_scores_stand_only_beside_scores_of_their_kind(tmp_path):
@@ -215,6 +229,8 @@ def test_published_are_found_by_any_spelling():
     assert {p.label for p in published(["hopper_medium-v2"], ["dt"])} == {"DT"}
     assert published(["nobody-knows"]) == []
     assert canonical("mujoco/hopper/medium-v0") == canonical("hopper-medium.hdf5") == "hopper-medium"
+    assert canonical("hopper-medium+hopper-expert") == "hopper-medium-expert"
+    assert canonical("hopper-medium+walker2d-expert") == "hopper-medium+walker2d-expert"
     assert dataset_name("data/hopper/medium-v0") == "hopper-medium-v0" and dataset_name("logs/mine.npz") == "mine"
     assert next(p for p in published(["atari/pong"]) if p.label == "SimPLe").scores["atari/pong"] == (12.8, None)
 

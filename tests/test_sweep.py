@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -135,6 +136,13 @@ def test_list_of_settings_joined_data_and_split_seeds(place):
         ({"budget": "long"}, "budget must be minutes"),
         ({"name": "a/b"}, "fit for a folder"),
         ({"datasets": []}, "bc learns from logs: list `datasets`"),
+        ({"datasets": [["one.npz", 3]]}, r"datasets\[0\]: a path is a word"),
+        ({"systems": [{"system": "bc", "datasets": "one"}]}, r"systems\[0\]: `datasets` must be a list"),
+        ({"systems": [{"system": "bc", "datasets": [["one"]]}]}, "unknown dataset"),
+        ({"systems": [{"system": "bc", "preset": ["debug"]}]}, "unknown preset"),
+        ({"split_seeds": "no"}, "split_seeds must be true or false"),
+        ({"settings": {"steps": 5, "seeds": [5]}}, "seeds are no setting"),
+        ({"grid": {"seeds": [[5], [6]]}}, "seeds are no setting"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_place(place, change, told):
@@ -312,6 +320,18 @@ def test_a_killed_worker_costs_its_cell_only(place, forked):
     threading.Thread(target=kill).start()
     found = run(path)
     assert found.finished == ["bc-one", "bc-two"] and "SIGKILL" in found.failed["long-one"]
+
+
+def test_a_sweep_that_was_killed_whole_goes_on(place, forked):
+    """Its last cell was begun by a process that is gone with its watcher."""
+    path = write(place)
+    run(path)
+    queue = Queue(place / "sweeps" / "tiny")
+    last = read_plan(path).cells[-1]
+    shutil.rmtree(queue.folder / last.name)
+    queue.record(last, "started")
+    assert queue.state(last) == "interrupted"
+    assert last.name in run(path).finished and queue.state(last) == "finished"
 
 
 def test_two_sweeps_at_once_share_the_work(place, forked):

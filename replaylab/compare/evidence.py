@@ -38,7 +38,7 @@ OPENING = """# Results
 Made by `replaylab report benchmarks/results --out benchmarks/RESULTS.md` from the files in `benchmarks/results/`;
 nothing here was typed by hand. Scores are those of the last checkpoint, the best one stands beside it for comparison:
 normalised (0 random, 100 expert), mean ± standard error over seeds. Published rows are other people's numbers under
-their own protocols. What data this is, learning curves of collecting, and what was tried besides: [NOTES.md](NOTES.md).
+their own protocols, on D4RL's data: beside `X-medium+X-expert`, our mix, stand those for `X-medium-expert`. What data this is, learning curves of collecting, and what was tried besides: [NOTES.md](NOTES.md).
 """
 HEAD = (
     "system", "settings", "score, last checkpoint", "best checkpoint", "IQM [95 %]", "seeds x episodes", "time",
@@ -166,7 +166,7 @@ def _section(task: str, results: Sequence[dict[str, Any]]) -> str:
     kinds = {score["kind"] for r in results for score in r["scores"]}
     for p in published([task]):
         known = told_as(p, task, *kinds) if len(kinds) == 1 else None
-        if known and p.system in {r["system"] for r in results}:
+        if known:
             mean, spread = known
             told = number(mean) if spread is None else f"{mean:.4g} ± {spread:.4g}"
             lines.append(f"| *published:* {p.name} | {protocol(p, kinds)} | {told} | | | | | | |")

@@ -131,22 +131,29 @@ def names_of(runs: Sequence[Run], cells: dict[str, Cell]) -> dict[Path, tuple[st
         cell = cells.get(run.path.name)
         if cell:
             row = f"{cell.label} {cell.setting}".strip()
-            task = cell.dataset if cell.data else cell.env or cell.dataset
-            found[run.path] = (row, canonical(task), cell.system)
+            found[run.path] = (row, cell.dataset if cell.data else canonical(cell.env or cell.dataset), cell.system)
             continue
         system = text(run.config.get("system") or "unknown")
-        alike = [r.config for r in runs if text(r.config.get("system") or "unknown") == system]
-        plain = [{k: v for k, v in config.items() if k not in NOT_A_SETTING} for config in alike]
-        told = ", ".join(f"{k} {text(run.config.get(k))}" for k in differences(plain)[1])
+        others = [r.config for r in runs if text(r.config.get("system") or "unknown") == system]
+        settings = [{k: v for k, v in config.items() if k not in NOT_A_SETTING} for config in others]
+        told = ", ".join(f"{k} {text(run.config.get(k))}" for k in differences(settings)[1])
         found[run.path] = (f"{system} ({told})" if told else system, task_of(run), system)
+    plain = [run for run in runs if run.path.name not in cells]
+    for key in {found[run.path] for run in plain}:  # one seed on two versions of a dataset: these are two tasks
+        alike = [run for run in plain if found[run.path] == key]
+        seeds = [seed for run in alike for seed in {seed for group in run.evaluations for seed in group.last()}]
+        if len(set(seeds)) < len(seeds) and len({task_of(run, full=True) for run in alike}) > 1:
+            found |= {run.path: (key[0], task_of(run, full=True), key[2]) for run in alike}
     return found
 
 
-def task_of(run: Run) -> str:
+def task_of(run: Run, full: bool = False) -> str:
+    """What a run was trained on, by its usual name, or by its own in full."""
     data = run.config.get("data")
     paths = [text(p) for p in (data if isinstance(data, list) else [data] if data else [])]
     env = text(run.config.get("env") or "unknown").replace("atari-rgb/", "atari/")  # the same game, otherwise shown
-    return "+".join(canonical(dataset_name(p)) for p in paths) or canonical(env)
+    names = [dataset_name(p) for p in paths]
+    return "+".join(names if full else map(canonical, names)) or canonical(env)
 
 
 def labels(groups: Sequence[Evaluations]) -> list[str]:

@@ -81,7 +81,7 @@ def _cell(entry: Entry | None, which: str) -> Html:
     if entry is None:
         return Html("–")
     episodes = sorted({len(scores) for _, scores in getattr(entry, which).values()})
-    told = f"{len(entry.last)} x {'–'.join(str(n) for n in {episodes[0], episodes[-1]})}"
+    told = f"{len(entry.last)} x {'–'.join(str(n) for n in dict.fromkeys((episodes[0], episodes[-1])))}"
     kind = "" if entry.normalized else ", return"
     return Html(f"<b>{escape(score(entry, which))}</b><br><small>{escape(told + kind)}</small>")
 

@@ -88,7 +88,7 @@ def run_local(plan: Plan, queue: Queue, watch: Watch, devices: Sequence[str], be
             for slot, worker in list(workers.items()):
                 if worker.poll() is not None and not _bury(queue, plan.cells, workers.pop(slot)):
                     raise UsageError(f"a worker ended before it began a cell: see {queue.status / 'workers.log'}")
-            waiting = sum(queue.last_event(cell) != "started" for cell in left)
+            waiting = sum(queue.state(cell) != "running" for cell in left)
             for slot, device in enumerate(slots):
                 if slot not in workers and len(workers) < len(left) and waiting > 0:
                     workers[slot] = _start(queue, device, began)

@@ -134,12 +134,16 @@ def _cells(where: str, entry: Any, values: dict[str, Any], datasets: list[dict[s
     _known(where, entry, SYSTEM_KEYS)
     module, name = _module(where, entry["system"]), entry["system"]
     preset = entry.get("preset")
-    if preset is not None and preset not in module.PRESETS:
+    if preset is not None and (not isinstance(preset, str) or preset not in module.PRESETS):
         raise UsageError(f"{where}: unknown preset '{preset}'{nearest(str(preset), module.PRESETS)}")
     common = _mapping(where, values, "settings") | _mapping(where, entry, "settings")
     variants = _variants(where, entry) or _variants(where, values) or [{}]
     seeds = entry.get("seeds", values.get("seeds", [0]))
     split = entry.get("split_seeds", values.get("split_seeds", False))
+    if not isinstance(split, bool):
+        raise UsageError(f"{where}: split_seeds must be true or false, not {split!r}")
+    if any("seeds" in given for given in (common, *variants)):
+        raise UsageError(f"{where}: seeds are no setting: give `seeds` beside `settings`")
     label = _slug(str(entry.get("name") or name))
     found = []
     for place, variant in itertools.product(_places(where, entry, values, datasets, module), variants):
@@ -175,10 +179,10 @@ def _places(
         return [{"name": str(env).split("/")[-1], "env": str(env)} for env in envs]
     if "environments" in entry:
         raise UsageError(f"{where}: {entry['system']} learns from logs: give `env` to a dataset instead")
-    wanted = entry.get("datasets", [d["name"] for d in datasets])
+    wanted = _list(where, entry, "datasets") if "datasets" in entry else [d["name"] for d in datasets]
     known = {d["name"]: d for d in datasets}
     for name in wanted:
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise UsageError(f"{where}: unknown dataset '{name}'{nearest(str(name), known)}")
     if not wanted:
         raise UsageError(f"{where}: {entry['system']} learns from logs: list `datasets`")
@@ -212,6 +216,8 @@ def _dataset(where: str, entry: Any) -> dict[str, Any]:
     if not isinstance(entry, dict) or not entry.get("path"):
         raise UsageError(f"{where}: expected a path, or `path: PATH` with a name and an env")
     _known(where, entry, DATASET_KEYS)
+    if isinstance(entry["path"], list) and not all(isinstance(p, str) for p in entry["path"]):
+        raise UsageError(f"{where}: a path is a word, or a list of words to be joined")
     paths = [str(p) for p in (entry["path"] if isinstance(entry["path"], list) else [entry["path"]])]
     for path in paths:
         try:
