@@ -68,6 +68,8 @@ def columns(episodes: Episodes, inputs: str) -> tuple[np.ndarray, np.ndarray]:
     known = np.ones(len(episodes), bool)
     known[episodes.last_rows] = episodes.final_known | (inputs == "sa")
     rows = np.flatnonzero(known)
+    if not len(rows):
+        raise DataError("the log tells no next observation, so there is nothing to see; the inputs `sa` need none")
     parts = [] if inputs == "nsa" else [episodes.observations[rows]]
     if inputs == "nsa":
         parts.append(episodes.next_observations(rows))
@@ -231,7 +233,7 @@ def fit(
 def _check(kind: str, out: str | Path | None, steps: int | None, batch_size: int, lr: float, overwrite: bool) -> None:
     if kind not in KINDS:
         raise UsageError(f"unknown density '{kind}'{nearest(kind, KINDS)}")
-    if min(batch_size, steps or 1, lr) <= 0 or (steps == 0 and KINDS[kind].needs_steps):
+    if min(batch_size, steps or 1) <= 0 or not 0 < lr < math.inf or (steps == 0 and KINDS[kind].needs_steps):
         raise UsageError(f"steps, batch size and lr must be above 0, not {steps}, {batch_size} and {lr}")
     if out is not None and Path(out).exists() and not (overwrite and (Path(out) / "density.json").exists()):
         raise UsageError(f"{out} exists already: choose another --out, or pass --overwrite for a density folder")

@@ -90,6 +90,8 @@ def train(
         raise UsageError(f"{system_name}: unknown preset '{preset}'{nearest(preset, module.PRESETS)}")
     given = read_yaml(config) if config else {}
     named = given.pop("data", None)
+    if named is not None and not all(isinstance(p, str) for p in (named if isinstance(named, list) else [named])):
+        raise UsageError(f"{config}: data must be a path, or a list of paths, not {named!r}")
     data = named if data is None else data
     layers = [
         (f"preset {preset}", module.PRESETS[preset] if preset else {}),

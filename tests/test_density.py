@@ -363,6 +363,15 @@ def test_bad_input_is_one_clear_line(tmp_path):
         density.fit(walk(600), "kde", percentile=0.0)
     with pytest.raises(UsageError, match="above 0"):
         density.fit(walk(600), "realnvp", steps=0)
+    with pytest.raises(UsageError, match="above 0"):
+        density.fit(walk(600), "realnvp", lr=float("nan"))
+    with pytest.raises(UsageError, match="bandwidth above 0"):
+        density.fit(walk(600), "kde", bandwidth=-1.0, device="cpu")
+    with pytest.raises(UsageError, match="at least 1"):
+        density.fit(walk(600), "vae", latent=0, device="cpu")
+    alone = from_rows(np.zeros((20, 2)), np.zeros((20, 1)), np.zeros(20), np.ones(20, bool))
+    with pytest.raises(DataError, match="tells no next observation"):
+        density.fit(alone, "kde", device="cpu")
     with pytest.raises(UsageError, match="10 episodes"):
         density.fit(make_episodes(), "kde", device="cpu")
     with pytest.raises(UsageError, match="real numbers"):

@@ -280,23 +280,30 @@ def test_environments_are_recognised_by_name():
     assert [termination.family(n) for n in ("InvertedPendulum-v4", "maze/umaze", None, "none")] == [None] * 4
 
 
-def test_a_function_of_the_user(tmp_path):
+def test_a_function_of_the_user(tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text(
         "def high(s, a, following):\n    assert s.ndim == a.ndim == 2\n    return following[:, 0] > 1\n"
         "def broken(s, a, following):\n    raise ValueError('two\\nlines')\n"
         "def numbers(s, a, following):\n    return following[:, 0]\n"
         "def one(s, a, following):\n    return (following[:, 0] > 1).any()\n"
+        "def leaves(s, a, following):\n    raise SystemExit(3)\n"
+        "def writes(s, a, following):\n    following.zero_()\n    return following[:, 0] > 1\n"
         "known = 3\n"
     )
     rows = torch.tensor([[[0.0, 0], [2, 0]]])
     assert termination.find(f"{file}:high")(rows, rows, rows).tolist() == [[False, True]]
     flat = rows[0]
     complaints = {"broken": "failed: ValueError: two lines", "numbers": "returned torch.float32", "one": "of shape"}
+    complaints["leaves"] = "failed: SystemExit: 3"
     for name, complaint in complaints.items():
         with pytest.raises(UsageError, match=complaint) as error:
             termination.find(f"{file}:{name}")(flat, flat, flat)
         assert "\n" not in str(error.value) and "boolean for each row" in str(error.value)
+    termination.find(f"{file}:writes")(flat, flat, flat)
+    assert flat.tolist() == [[0.0, 0], [2, 0]]  # it wrote in a copy
+    monkeypatch.chdir(tmp_path)
+    assert termination.absolute(f"{file.name}:high") == f"{file}:high" and termination.absolute("hopper") == "hopper"
     for name, complaint in (
         (f"{file}:nothing", "cannot be imported"),
         (f"{tmp_path}/no.py:f", "no file"),

@@ -298,6 +298,11 @@ def test_an_ensemble_that_predicts_nothing_is_one_line():
         ({"percentile": 0.0}, "percentile"),
         ({"penalty_coef": math.nan}, "penalty_coef must be a number"),
         ({"uncertainty_coef": -1.0}, "uncertainty_coef must be"),
+        ({"density_steps": 0}, "density_steps must be at least 1"),
+        ({"dynamics_hidden": [16, 0]}, "dynamics_hidden must be widths"),
+        ({"dynamics_lr": math.nan}, "dynamics_lr must be a number above 0"),
+        ({"gamma": math.nan}, "gamma must be from 0 to 1"),
+        ({"goal_min": math.nan}, "goal_min must be a number"),
     ],
 )
 def test_bad_settings(settings, complaint):

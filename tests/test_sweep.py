@@ -197,9 +197,11 @@ def test_time_is_guessed_from_earlier_runs_else_from_a_table(place):
     other = {"system": "bc", "steps": 10, "seconds": 4.0, "data": ["x"], "seeds": [0, 1]}
     assert estimate(cell, [other, other | {"system": "dt", "seconds": 99.0}], False)[0] == pytest.approx(8.0)
     assert estimate(cell, [other, other | {"preset": "debug", "seconds": 99.0}], False)[0] == pytest.approx(8.0)
-    same = other | configured(cell) | {"data": ["one.npz"], "seconds": 3.0}
+    same = configured(cell, 0) | other | configured(cell) | {"data": ["one.npz"], "seconds": 3.0}
     assert estimate(cell, [other, same], False) == (3.0, "the same run before")
-    assert estimate(cell, [other, same | {"lr": 1.0}], False)[0] == pytest.approx(8.0)  # another setting
+    for change in ({"lr": 1.0}, {"final_episodes": 1000}):
+        assert estimate(cell, [other, same | change], False)[0] == pytest.approx(8.0)
+    assert estimate(replace(cell, env="d4rl/hopper"), [other, same], False)[0] == pytest.approx(8.0)
 
 
 def test_every_system_has_a_time_and_what_is_not_known_is_said(place):

@@ -46,6 +46,7 @@ from replaylab.models.penalty import DENSITY, ENSEMBLE
 from replaylab.step import Graph
 
 COUNTS = ("steps", "batch_size", "dynamics_batch", "max_epochs", "patience", "rollout_batch", "rollout_every", "retain")
+RATES = ("actor_lr", "critic_lr", "alpha_lr", "dynamics_lr")
 SHOWN = 1500  # points of the picture
 
 
@@ -64,7 +65,7 @@ class Config(SACConfig):
     normalize: bool = knob(True, "standardise what actor and critics see with the data's mean and deviation")
     density: str = knob("realnvp", "kind of density model", [*KINDS, "none"])
     density_model: str | None = knob(None, "folder of `replaylab density fit`, instead of fitting one in the run")
-    density_inputs: str = knob("nsa", "what a fitted density looks at: (s', a), (s, a) or (s, a, s')", INPUTS)
+    density_inputs: str = knob("nsa", "what a fitted density looks at: (s, a), (s', a) or (s, a, s')", INPUTS)
     density_steps: int | None = knob(None, "updates of the density; default: as `replaylab density fit`")
     percentile: float = knob(1.0, "the threshold: this percentage of held-out rows is less likely")
     penalty: str = knob("tanh", "penalty from the density", [*DENSITY, "none"])
@@ -86,6 +87,9 @@ class Config(SACConfig):
     rollout_every: int = knob(1000, "updates of the policy between rollouts")
     retain: int = knob(5, "rollouts that are kept")
     real_ratio: float = knob(0.05, "share of logged rows in a batch")
+
+    def __post_init__(self) -> None:
+        self.termination = termination.absolute(self.termination)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -455,6 +459,20 @@ def _check(config: Config, spaces: Spaces) -> None:
     for name in COUNTS:
         if getattr(config, name) < 1:
             raise UsageError(f"{name} must be at least 1, not {getattr(config, name)}")
+    if config.density_steps is not None and config.density_steps < 1:
+        raise UsageError(f"density_steps must be at least 1, not {config.density_steps}")
+    for name in ("hidden", "dynamics_hidden"):
+        if min(getattr(config, name), default=1) < 1:
+            raise UsageError(f"{name} must be widths of at least 1, not {getattr(config, name)}")
+    for name in RATES:
+        if not 0 < getattr(config, name) < math.inf:
+            raise UsageError(f"{name} must be a number above 0, not {getattr(config, name)}")
+    for name in ("gamma", "tau"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise UsageError(f"{name} must be from 0 to 1, not {getattr(config, name)}")
+    for name in ("alpha_max", "goal_min"):
+        if math.isnan(getattr(config, name) or 0.0):
+            raise UsageError(f"{name} must be a number")
     if config.rollout_length is not None and config.rollout_length < 1:
         raise UsageError(f"rollout_length must be at least 1, not {config.rollout_length}")
     check_percentile(config.percentile)

@@ -159,7 +159,10 @@ def _train(args: argparse.Namespace) -> None:
         **settings,
     )
     device, env, data = (RunFolder(path).config()[key] for key in ("device", "env", "data"))
-    if env is None and set(data) - set(TOYS) and getattr(args, "preset", None) != "debug":
+    unseen = env is None and bool(set(data) - set(TOYS))
+    if unseen and getattr(args, "preset", None) == "debug":
+        print(f"not assessed, as a debug run: replaylab assess {path}")
+    elif unseen:
         from replaylab.offpolicy import assess, summary
 
         print("\n".join(summary(assess(path, quick=pick_device(device).type == "cpu", device=device))))
@@ -250,6 +253,8 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _label(settings: dict[str, Any]) -> str:
+    flat = {f"{k} {name}": v for k, given in settings.items() if isinstance(given, dict) for name, v in given.items()}
+    settings = {k: v for k, v in settings.items() if not isinstance(v, dict)} | flat
     told = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in settings.items())
     return f" ({told})" if told else ""
 

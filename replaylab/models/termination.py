@@ -78,7 +78,7 @@ def find(name: str) -> Termination:
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         found = getattr(module, function)
-    except Exception as error:  # whatever the user's file does
+    except (Exception, SystemExit) as error:  # whatever the user's file does
         raise UsageError(f"termination {name} cannot be imported: {_line(error)}") from error
     if not callable(found):
         raise UsageError(f"termination {name} is not a function")
@@ -101,10 +101,10 @@ def _guarded(name: str, function: Termination) -> Termination:
     """A user's function sees (rows, dims), whatever stands before. What goes wrong in it is one line."""
 
     def call(observations: Tensor, actions: Tensor, following: Tensor) -> Tensor:
-        flat = [x.reshape(-1, x.shape[-1]) for x in (observations, actions, following)]
+        flat = [x.reshape(-1, x.shape[-1]).clone() for x in (observations, actions, following)]  # it may write in them
         try:
             done = function(*flat)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UsageError(f"termination {name} failed: {_line(error)}; {WANTS}") from error
         if not isinstance(done, Tensor) or done.dtype != torch.bool or done.shape != flat[2].shape[:1]:
             given = f"{done.dtype} of shape {tuple(done.shape)}" if isinstance(done, Tensor) else type(done).__name__
@@ -114,5 +114,11 @@ def _guarded(name: str, function: Termination) -> Termination:
     return call
 
 
-def _line(error: Exception) -> str:
+def absolute(name: str) -> str:
+    """The user's `file.py:function` with its whole path, for whoever reads the run in another folder."""
+    place, colon, function = name.rpartition(":")
+    return f"{Path(place).resolve()}:{function}" if colon and place.endswith(".py") else name
+
+
+def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -32,17 +32,18 @@ UPDATE_MS: dict[str, dict[str, tuple[float, float | None]]] = {
     "diffusion-dice": {"returns_steps": (3.6, 0.15), "behavior_steps": (560.0, 4.4), "critic_steps": (190.0, 1.6)},
     "mbarc": {"world": (10_400.0, None), "reward": (6_300.0, None), "policy": (630_000.0, None)},
 }
+EVALUATION = ("eval_every", "eval_episodes", "final_episodes")
 # seconds of a whole run of the debug preset in benchmarks/smoke.yaml, evaluation included, on two cores
 DEBUG_SECONDS = {
     "bc": 1.6, "dt": 0.6, "mopo": 2.7, "gormpo": 6.5, "bcq": 5.5, "diffusion-dice": 2.0, "mbarc": 7.3,
 }  # fmt: skip
 
 
-def configured(cell: Cell) -> dict[str, Any]:
-    """Every setting of the cell's system, resolved."""
+def configured(cell: Cell, which: int = 1) -> dict[str, Any]:
+    """Every setting of the cell's system (0: of training and evaluation as such), resolved."""
     module = system(cell.system)
     preset = module.PRESETS.get(cell.preset or "", {})
-    return vars(resolve([Options, module.Config], [("preset", preset), ("settings", cell.settings)])[1])
+    return vars(resolve([Options, module.Config], [("preset", preset), ("settings", cell.settings)])[which])
 
 
 def training_seconds(name: str, config: Mapping[str, Any], seeds: int, cuda: bool) -> float | None:
@@ -84,11 +85,13 @@ def estimate(cell: Cell, before: Sequence[dict[str, Any]], cuda: bool) -> tuple[
     """(seconds, where they come from); None where nothing was ever timed."""
     config = configured(cell)
     alike = [r for r in before if (r.get("system"), r.get("preset")) == (cell.system, cell.preset)]
+    evaluations = {k: v for k, v in configured(cell, 0).items() if k in EVALUATION}
     exact = [
         r
         for r in alike
         if (r.get("data"), len(r.get("seeds") or [])) == (cell.data or [], len(cell.seeds))
-        and all(r.get(k) == v for k, v in config.items())
+        and cell.env in (None, r.get("env"))
+        and all(r.get(k) == v for k, v in (config | evaluations).items())
     ]
     if exact:
         return exact[-1]["seconds"], "the same run before"
