@@ -247,7 +247,7 @@ def test_that_return_can_be_learnt_exactly_under_bootstrapped_values():
     errors = []
     for exact in (True, False):
         agent, phases = make_agent(log, returns_exact=exact, **settings)
-        assert agent.config.backup == "values" and agent.config.exact == exact
+        assert agent.config.backup == "values" and agent.exact == exact
         Stepper(phases[0], CPU).run(0, 300)
         b = agent.usual(torch.tensor(log.observations)[None])[0].detach()
         errors.append(float((b - torch.tensor(log.returns_to_go(0.9))).square().mean()))

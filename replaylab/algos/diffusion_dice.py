@@ -112,10 +112,6 @@ class Config:
         if (self.stage == "critic") != (self.behavior is not None):
             raise UsageError("--stage critic and --behavior RUN belong together")
 
-    @property
-    def exact(self) -> bool:
-        return self.returns_exact or self.backup == "data"
-
 
 ACTING = (
     "guidance", "candidates", "filter", "temperature", "aggregate", "solver_steps", "solver_order", "clip_actions",
@@ -185,6 +181,7 @@ class Agent(nn.Module):
         self.config, self.seeds, self.device = config, list(seeds), device
         self.sizes = spaces.observation_shape[0], spaces.action_dim
         self.by_advantage = config.advantage and config.ensemble > 0
+        self.exact = config.returns_exact or config.backup == "data"
         self.normalizer = Normalizer(spaces.observation_shape)
         self._networks()
         self.register_buffer("low", torch.tensor(spaces.action_low))
@@ -211,7 +208,7 @@ class Agent(nn.Module):
             if config.returns_steps:
                 one = generators([0])  # of the data, so one for all seeds
                 hidden = config.hidden
-                self.returns = Value(one, state, hidden) if config.exact else MLP(one, state, hidden, 1)
+                self.returns = Value(one, state, hidden) if self.exact else MLP(one, state, hidden, 1)
             self.value = Value(own, state, config.hidden)
             original = config.fidelity == "original"
             self.guide = GuideNet(own, state, action, config.guide_hidden, balanced=not original)
@@ -272,7 +269,7 @@ class Agent(nn.Module):
         if not config.returns_steps:
             return []
         told = lambda observations: self.returns(self.seen(observations)).view(1, -1)  # noqa: E731
-        self.usual = UsualReturn(told, episodes, store, config)
+        self.usual = UsualReturn(told, episodes, store, config, self.exact)
         rows = Numbered(store, [0], config.batch_size, stream=2, next_observations=False)
         phase = Phase("returns", config.returns_steps, rows, self.returns_update, evaluates=False)
         phase.finish = self.usual.shape

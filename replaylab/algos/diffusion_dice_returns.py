@@ -33,13 +33,14 @@ class UsualReturn:
         episodes: Episodes,
         store: Store,
         config: Any,
+        exact: bool,
     ):
         self.network, self.episodes, self.store = network, episodes, store
         self.gamma, self.backup, self.trace = config.gamma, config.backup, config.trace
         self.rewards = store.rewards.clone()
         to_go = episodes.returns_to_go(self.gamma).astype(np.float32)
         self.mean, self.scale = 0.0, 1.0
-        if config.exact:  # the network's own numbers are near one: it learns a thousand no slower than a tenth
+        if exact:  # the network's own numbers are near one: it learns a thousand no slower than a tenth
             self.mean, self.scale = float(to_go.mean()), max(float(to_go.std()), 1e-6)
         # an episode that was cut goes on unseen: what its end is worth is part of the return
         last, ids = episodes.last_rows, episodes.episode_ids
