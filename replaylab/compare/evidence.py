@@ -32,7 +32,6 @@ from replaylab.results import Evaluations, read_runs
 from replaylab.train import Options
 
 FORMAT = "replaylab-result-1"
-SHOWN_ELSEWHERE = {"eval_every", "eval_episodes", "final_episodes"}
 OPENING = """# Results
 
 Made by `replaylab report benchmarks/results --out benchmarks/RESULTS.md` from the files in `benchmarks/results/`;
