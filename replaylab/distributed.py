@@ -125,8 +125,11 @@ def train(system_name: str, data: Any = None, *, out: str | Path, resume: bool =
     """`replaylab.train` in one of several processes; returns the run folder, which the first one writes."""
     from replaylab.train import train as train_one
 
+    module = system(system_name)
+    if world() > 1 and getattr(module, "ONLINE", False):
+        raise UsageError(f"{system_name} plays while it learns, in one process: use `replaylab train {system_name}`")
     start()
-    _join_what_is_made(system(system_name))
+    _join_what_is_made(module)
     if rank() == 0:
         return train_one(system_name, data, out=out, resume=resume, **given)
     quiet = {"eval_every": -1, "final_episodes": 0, "track": []}

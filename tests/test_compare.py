@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_markdown_and_csv_hold_the_same_table(sweep):
     found = gather(sweep)
     text = markdown(found)
     assert "| bc | 105.0 ± 5.0 | 60 ± 10 |" in text
-    assert "| dt, highest target | – | 70.50 ± 0.50 |" in text
+    assert "| dt, highest target | failed | 70.50 ± 0.50 |" in text
     assert "| *published:* BC (CORL) | – | 53.5 ± 1.8 |" in text and "last checkpoint, mean ± std, 4 seeds" in text
     assert "2 seeds, 2 episodes a seed" in text and "dt-hopper-expert (out of <memory>)" in text
     rows = list(csv.DictReader(io.StringIO(to_csv(found))))
@@ -105,6 +106,53 @@ def test_markdown_and_csv_hold_the_same_table(sweep):
     assert float(ours["gpu_hours"]) == pytest.approx(0.1)
     theirs = next(r for r in rows if r["row"] == "DT (CORL)")
     assert (theirs["mean"], theirs["error"], theirs["published"]) == ("65.1", "1.6", "yes") and theirs["protocol"]
+
+
+def test_the_best_checkpoint_stands_apart_in_markdown_too(sweep):
+    first, _, best = markdown(gather(sweep)).partition("Best checkpoint of each seed")
+    assert "| bc | 105.0 ± 5.0 | 60 ± 10 |" in first and "85" not in first
+    assert "optimistic" in best and "2 seeds, 2 episodes a seed" in best and "| bc | 105.0 ± 5.0 | 85.0 ± 5.0 |" in best
+
+
+def test_what_is_not_finished_is_marked_everywhere(sweep, tmp_path):
+    run = make_run(sweep / "mopo-hopper-medium", [(1100, 0, [20, 30]), (1200, 1, [40, 50])], status="running")
+    make_run(sweep / "bcq-hopper-medium-seed0", [(200, 0, [33])])  # its other seed has not begun
+    queue = Queue(sweep)
+    cells = [Cell(run.name, "mopo", "mopo", "hopper-medium", "", ["m.npz"], None, None, {}, [0, 1])]
+    for seed in (0, 1):
+        name = f"bcq-hopper-medium-seed{seed}"
+        cells.append(Cell(name, "bcq", "bcq", "hopper-medium", "", ["m.npz"], None, None, {}, [seed]))
+    for task in ("hopper-medium", "hopper-expert"):
+        cells.append(Cell(f"none-{task}", "none", "bc", task, "", ["m.npz"], None, None, {}, [0]))
+    queue.write(Plan("demo", queue.plan().cells + cells))
+    queue.record(cells[0], "started")  # by a process that is gone
+    found = gather(sweep)
+    assert "| mopo | – | 35 ± 10 (step 1,100, interrupted) |" in markdown(found)
+    assert "| none | new | new |" in markdown(found) and found.rows.count("none") == 1
+    assert "| bcq | – | 33 (step 200, new) |" in markdown(found) and "| bc | 105.0 ± 5.0 | 60 ± 10 |" in markdown(found)
+    rows = csv.DictReader(io.StringIO(to_csv(found)))
+    told = {(r["row"], r["task"]): (r["status"], r["step"], r["mean"]) for r in rows if r["published"] != "yes"}
+    assert told["mopo", "hopper-medium"] == ("interrupted", "1100", "35.0")
+    assert told["bcq", "hopper-medium"] == ("new", "200", "33.0")
+    assert told["dt", "hopper-expert"] == ("failed", "", "")  # nothing was evaluated
+    assert told["bc", "hopper-medium"] == ("finished", "200", "60.0")
+    text = Page(compare(sweep, tmp_path / "c.html", reports=False).read_text()).text
+    assert "2 x 2, step 1,100, interrupted" in text and "mopo-hopper-medium: interrupted" in text
+    assert "nonenewnew" in text  # a row of the table
+    assert "2 x 2, step 200" not in text  # finished
+    for cell in ("bc-hopper-expert", "dt-hopper-medium"):  # one task is left, and all systems take part
+        shutil.rmtree(sweep / cell)
+    text = Page(compare(sweep, tmp_path / "c.html", reports=False).read_text()).text
+    told = "bcq on hopper-medium (step 200, new); mopo on hopper-medium (step 1,100, interrupted)"
+    assert f"With scores of what is not finished: {told}." in text
+    export(run, tmp_path / "results")
+    assert "**35 ± 10** (step 1,100, running)" in results_markdown(tmp_path / "results")
+
+
+def test_curves_say_how_many_episodes_they_are_of(tmp_path):
+    run = make_run(tmp_path / "a", [(100, s, [1, 2, 3]) for s in (0, 1)] + [(200, s, [5] * 7) for s in (0, 1)])
+    text = Page(compare(run, tmp_path / "c.html", reports=False).read_text()).text
+    assert "2 seeds, 7 episodes a seed at the last step, 3 episodes a seed before." in text
 
 
 def test_the_page_is_whole_and_links_to_the_reports(sweep, tmp_path):

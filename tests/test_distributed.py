@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,18 +20,21 @@ from replaylab.run import RunFolder
 from replaylab.step import Stepper
 
 CPU = torch.device("cpu")
+BREAKOUT = Path(__file__).parent / "data" / "dqn_replay" / "Breakout"
+TINY = {"width": 16, "layers": 1, "dropout": 0.0}
+FRAMES = dt.PRESETS["atari"] | TINY | {"batch_size": 4, "warmup_tokens": 1}
 CONFIGS = {
     "bc": (bc, bc.Config(steps=20, batch_size=16, hidden=[16])),
-    "dt": (dt, dt.Config(steps=20, batch_size=8, context=3, width=16, layers=1, dropout=0.0, clip=0.1, warmup_steps=2)),
+    "dt": (dt, dt.Config(**TINY, steps=20, batch_size=8, context=3, clip=0.1, warmup_steps=2)),
+    "dt on frames": (dt, dt.Config(**FRAMES)),
 }
 
 
 def updates(name, path=None, steps=6):
     """Some updates of a tiny system: (losses, weights), or saved to `path`."""
     module, config = CONFIGS[name]
-    episodes = make_episodes(
-        (5, 3, 8, 6)
-    )  # short: many windows are padded, and the processes' parts differ in how much
+    # short: many windows are padded, and the processes' parts differ in how much
+    episodes = replaylab.load(BREAKOUT) if name == "dt on frames" else make_episodes((5, 3, 8, 6))
     torch.manual_seed(0)
     agent = module.Agent(config, Spaces.of(episodes), [0, 1], CPU)
     phases = agent.phases(episodes)
@@ -69,7 +73,8 @@ def test_two_processes_learn_what_one_with_the_whole_batch_learns(name, tmp_path
     whole = updates(name)
     for key, value in whole.items():
         assert torch.equal(first[key], second[key]), key
-        torch.testing.assert_close(first[key], value, rtol=1e-4, atol=1e-6)
+        # where a gradient is next to 0 Adam magnifies its rounding; six updates move a weight by 1e-3
+        torch.testing.assert_close(first[key], value, rtol=1e-4, atol=1e-6 if key == "loss" else 1e-5)
 
 
 def test_a_batch_that_cannot_be_shared_out_is_an_error(monkeypatch):
@@ -79,6 +84,13 @@ def test_a_batch_that_cannot_be_shared_out_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UsageError, match="a batch of 16 cannot be shared out to 3"):
         distributed.Part(sampler, torch.ones(1)).draw(0, 1)
+
+
+def test_a_system_that_plays_is_not_shared_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="mbarc plays while it learns, in one process: use `replaylab train mbarc`"):
+        distributed.main(["mbarc", "--env", "atari/freeway", "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
 
 
 def torchrun(*words):

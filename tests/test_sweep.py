@@ -1,4 +1,4 @@
-"""Sweeps: the file, the queue on disk, workers that fail, stop and die; a Ray cluster where Ray is installed."""
+"""Sweeps: the file, the queue on disk, workers that fail, stop and die; a Ray cluster that loses a node."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,13 @@ from conftest import make_episodes
 
 import replaylab
 from replaylab.algos import SYSTEMS
+from replaylab.cli import main
+from replaylab.data.read import PART
 from replaylab.errors import UsageError
 from replaylab.run import RunFolder
 from replaylab.sweep import local, read_plan, run
 from replaylab.sweep.estimate import DEBUG_SECONDS, UPDATE_MS, Watch, configured, estimate, finished_before
-from replaylab.sweep.plan import Plan
+from replaylab.sweep.plan import Plan, Reading
 from replaylab.sweep.queue import Queue
 
 TINY = {"steps": 20, "batch_size": 8, "hidden": [8], "log_every": 10}
@@ -143,12 +147,83 @@ def test_list_of_settings_joined_data_and_split_seeds(place):
         ({"split_seeds": "no"}, "split_seeds must be true or false"),
         ({"settings": {"steps": 5, "seeds": [5]}}, "seeds are no setting"),
         ({"grid": {"seeds": [[5], [6]]}}, "seeds are no setting"),
+        (
+            {"datasets": [{"path": "one.npz", "env": "d4rl/hoper"}]},
+            r"datasets\[0\]: unknown environment 'd4rl/hoper'; did you mean 'd4rl/hopper'",
+        ),
+        ({"datasets": [{"path": "one.npz", "env": "Hopper-v99"}]}, "unknown environment 'Hopper-v99'"),
+        (
+            {"datasets": [{"path": "one.npz", "env": "atari/pung"}]},
+            r"datasets\[0\]: .*'atari/pung'; did you mean 'pong'",
+        ),
+        ({"datasets": [{"path": "one.npz", "env": 3}]}, r"datasets\[0\]: env must be str, not 3"),
+        ({"settings": {"env": "walker3d"}}, r"systems\[0\]: unknown environment 'walker3d'"),
+        (
+            {"systems": [{"system": "mbarc", "environments": ["atari/frewway"]}]},
+            r"systems\[0\]: .* did you mean 'freeway'",
+        ),
+        ({"systems": [{"system": "mbarc", "environments": ["hopper"]}]}, "mbarc plays Atari games"),
+        (
+            {"datasets": [{"path": "one.npz", "options": {"formt": "npz"}}]},
+            r"datasets\[0\]: .*'formt'; did you mean 'format'",
+        ),
+        ({"datasets": [{"path": "one.npz", "options": {"max_steps": "few"}}]}, "max_steps must be int, not 'few'"),
+        (
+            {"datasets": [{"path": "one.npz", "options": {"split": "flag"}}]},
+            "split: unknown value 'flag'; did you mean",
+        ),
+        ({"datasets": [{"path": "one.npz", "options": {"columns": {"reward": "r"}}}]}, "no column role 'reward'"),
+        ({"datasets": [{"path": "one.npz", "options": {"columns": {"rewards": 3}}}]}, "columns takes names"),
+        (  # wrong beside its preset alone
+            {"systems": [{"system": "diffusion-dice", "preset": "quick"}], "settings": {"returns_steps": 0}},
+            r"systems\[0\]: --backup data builds on",
+        ),
+        ({"settings": {"steps": "many"}}, r"systems\[0\]: steps must be int, not 'many'"),
+        ({"settings": {"compile": "of"}}, "compile: unknown value 'of'; did you mean 'off'"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_place(place, change, told):
     with pytest.raises(UsageError, match=told) as caught:
         run(write(place, **change))
     assert "\n" not in str(caught.value) and "tiny.yaml" in str(caught.value)
+    assert not (place / "sweeps").exists()
+
+
+def test_a_sweep_can_read_data_as_load_can(place):
+    taken = [*signature(replaylab.load).parameters][1:-1]  # but the paths, and the parts of a DQN-replay log
+    assert {f.name for f in fields(Reading)} | {"columns"} == {*taken, *PART}
+    (place / "log.dat").write_text("a,b,r\n1,2,3\n4,5,6\n")
+    options = {
+        "format": "table",
+        "columns": {"observations": ["a"], "actions": "b", "rewards": "r"},
+        "max-episode-steps": 1,
+    }
+    (cell,) = read_plan(write(place, datasets=[{"path": "log.dat", "options": options}])).cells
+    assert replaylab.load(cell.data, **cell.options).num_episodes == 2
+
+
+def test_environments_are_checked_without_simulators(place):
+    """Where one is not installed, the cell will say so; a name that no one knows is told at once."""
+    path = write(place, datasets=[{"path": "one.npz", "env": "d4rl/hopper"}, {"path": "two.npz", "env": "atari/pung"}])
+    code = f"""
+import sys
+from replaylab.sweep import read_plan
+for missing in ("gymnasium", "ale_py"):
+    sys.modules[missing] = None
+    read_plan({str(path)!r})
+    del sys.modules[missing]
+assert not {{"mujoco", "ale_py"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_options_of_another_place_are_an_error(place, capsys):
+    path = str(write(place))
+    assert main(["sweep", path, "--address", "auto"]) == main(["sweep", path, "--gpus", "1", "--dry-run"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("replaylab: address is for a Ray cluster: add --on ray") and len(told) == 2
+    assert main(["sweep", path, "--on", "ray", "--devices", "cpu"]) == 2
+    assert "devices and per_device are for this machine" in capsys.readouterr().err
     assert not (place / "sweeps").exists()
 
 
@@ -391,7 +466,7 @@ def _until(condition, seconds=60.0):
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("data", ["path", "store"])
 def test_ray_cluster_loses_a_node_and_no_cell(place, data):
-    ray = pytest.importorskip("ray")
+    import ray  # `make test-slow` installs it
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
@@ -415,7 +490,7 @@ def test_ray_cluster_loses_a_node_and_no_cell(place, data):
         ray.shutdown()
         cluster.shutdown()
     cells = read_plan(path).cells
-    assert sorted(found.finished) == sorted(c.name for c in cells) and not found.failed and not found.left
+    assert not found.failed and not found.left and sorted(found.finished) == sorted(c.name for c in cells)
     assert killed and any(events[-1] == "started" for events in killed[0].values())
     events = {c.name: starts(folder, c.name) for c in cells}
     assert all(e.count("finished") == 1 and e[-1] == "finished" for e in events.values())

@@ -184,10 +184,12 @@ def _row(result: dict[str, Any], score: dict[str, Any]) -> str:
     preset = [f"preset {result['preset']}"] if result.get("preset") else []
     machine = result.get("machine") or {}
     where = f"{machine.get('cores', '?')} cores" if machine.get("device") == "cpu" else str(machine.get("device", "?"))
+    reached = min(line["step"] for line in score["last"])
+    cut = "" if result["status"] == "finished" else f" (step {reached:,}, {result['status']})"
     cells = [
         ", ".join([result["row"], *(f"{k} {_plain(v)}" for k, v in score["settings"].items())]),
         ", ".join(preset + settings),
-        f"**{_mean(last)}**" + ("" if score["kind"] == "normalised" else " (return)"),
+        f"**{_mean(last)}**" + ("" if score["kind"] == "normalised" else " (return)") + cut,
         _mean(best),
         f"{float(stats.iqm(last)):.1f}" + ("" if np.isnan(low) else f" [{low:.1f}, {high:.1f}]"),
         f"{len(last)} x {span([line['episodes'] for line in score['last']], 'episode').split(' episode')[0]}",

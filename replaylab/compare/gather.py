@@ -32,6 +32,7 @@ NOT_A_SETTING = {
 }
 
 Point = tuple[int, list[float]]  # step, and the score of each episode
+Name = tuple[str, str, str]  # row, task, system
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Entry:
     best: dict[Any, Point] = field(default_factory=dict)  # each seed's best evaluation: optimistic by construction
     curves: dict[Any, dict[int, list[float]]] = field(default_factory=dict)  # [seed][step]
     runs: list[Run] = field(default_factory=list)
+    status: str = "finished"  # otherwise what became of those runs that are not
 
     @property
     def kind(self) -> str:
@@ -54,6 +56,10 @@ class Entry:
 
     def summary(self, which: str = "last") -> dict[str, Any]:
         return stats.summarize_scores([scores for _, scores in getattr(self, which).values()])
+
+    def step(self, which: str = "last") -> int:
+        """Of the evaluations; of the seed that is furthest behind."""
+        return min(step for step, _ in getattr(self, which).values())
 
     def seed_means(self) -> list[float]:
         return [float(np.mean(scores)) for _, scores in self.last.values()]
@@ -65,10 +71,13 @@ class Comparison:
     entries: list[Entry]
     runs: list[Run]
     unfinished: dict[str, str] = field(default_factory=dict)  # cell -> why
+    unscored: dict[Name, str] = field(default_factory=dict)  # what has no evaluation -> its status
 
     @property
     def rows(self) -> list[str]:
-        return list(dict.fromkeys(e.row for e in self.entries))
+        rows = list(dict.fromkeys(e.row for e in self.entries))
+        missing = dict.fromkeys(row for row, _, _ in self.unscored)
+        return rows + [row for row in missing if not any(_of(shown, row) for shown in rows)]
 
     @property
     def tasks(self) -> list[str]:
@@ -76,6 +85,11 @@ class Comparison:
 
     def at(self, row: str, task: str) -> Entry | None:
         return next((e for e in self.entries if e.row == row and e.task == task), None)
+
+    def instead(self, row: str, task: str) -> str:
+        """What to show where there is no score: what became of it."""
+        found = [state for (r, t, _), state in self.unscored.items() if t == task and _of(row, r)]
+        return "–" if found in ([], ["finished"]) else found[0]
 
     def complete(self) -> tuple[list[str], list[str], list[str]]:
         """(rows, tasks, rows left out) for aggregates: only normalised scores, only rows that have every task. Where no
@@ -92,12 +106,18 @@ class Comparison:
         return rows, tasks, [row for row in self.rows if row not in rows]
 
 
+def _of(shown: str, row: str) -> bool:
+    """Whether a row is shown under this name: its own, or its own with a label."""
+    return shown == row or shown.startswith(f"{row}, ")
+
+
 def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
     """Read a sweep's folder, or run folders."""
     paths = [Path(runs)] if isinstance(runs, (str, Path)) else [Path(p) for p in runs]
-    cells, unfinished = read_sweep(paths[0]) if len(paths) == 1 else ({}, {})
+    cells, states, why = read_sweep(paths[0]) if len(paths) == 1 else ({}, {}, {})
     found = read_runs(paths)
     names = names_of(found, cells)
+    status = _status(found, names, cells, states)
     entries: dict[tuple[str, str], Entry] = {}
     for run in found:
         row, task, system = names[run.path]
@@ -106,32 +126,41 @@ def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
             where = task if len(others) == 1 else f"{task} in {group.env}"
             key = (f"{row}, {label}" if label else row, where)
             entry = entries.setdefault(key, Entry(key[0], system, where, group.env, group.normalized))
+            entry.status = status[row, task, system]
             _add(entry, group, run)
-    return Comparison(paths[0].resolve().name if len(paths) == 1 else "runs", list(entries.values()), found, unfinished)
+    scored = {names[run.path] for run in found if run.evaluations}
+    unscored = {name: known for name, known in status.items() if name not in scored}
+    title = paths[0].resolve().name if len(paths) == 1 else "runs"
+    return Comparison(title, list(entries.values()), found, why, unscored)
 
 
-def read_sweep(folder: Path) -> tuple[dict[str, Cell], dict[str, str]]:
-    """The cells of a sweep by name, and why some of them are not finished."""
+def read_sweep(folder: Path) -> tuple[dict[str, Cell], dict[str, str], dict[str, str]]:
+    """The cells of a sweep by name, what became of each, and why some of them are not finished."""
     queue = Queue(folder)
     if not (folder / "sweep.json").exists():
-        return {}, {}
+        return {}, {}, {}
     try:
         cells = queue.plan().cells
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{folder / 'sweep.json'} is not readable: {error}") from error
-    states = {cell.name: queue.last_event(cell) for cell in cells if not queue.finished(cell)}
-    why = {c.name: queue.error(c) if states[c.name] == "failed" else states[c.name] for c in cells if c.name in states}
-    return {cell.name: cell for cell in cells}, why
+    states = {cell.name: queue.state(cell) for cell in cells}
+    why = {c.name: queue.error(c) if states[c.name] == "failed" else states[c.name] for c in cells}
+    why = {name: told for name, told in why.items() if states[name] != "finished"}
+    return {cell.name: cell for cell in cells}, states, why
 
 
-def names_of(runs: Sequence[Run], cells: dict[str, Cell]) -> dict[Path, tuple[str, str, str]]:
-    """(row, task, system) of each run: as the sweep calls them, else from what differs between the runs."""
+def name_of(cell: Cell) -> Name:
+    task = cell.dataset if cell.data else canonical(cell.env or cell.dataset)
+    return f"{cell.label} {cell.setting}".strip(), task, cell.system
+
+
+def names_of(runs: Sequence[Run], cells: dict[str, Cell]) -> dict[Path, Name]:
+    """Of each run: as the sweep calls them, else from what differs between the runs."""
     found = {}
     for run in runs:
         cell = cells.get(run.path.name)
         if cell:
-            row = f"{cell.label} {cell.setting}".strip()
-            found[run.path] = (row, cell.dataset if cell.data else canonical(cell.env or cell.dataset), cell.system)
+            found[run.path] = name_of(cell)
             continue
         system = text(run.config.get("system") or "unknown")
         others = [r.config for r in runs if text(r.config.get("system") or "unknown") == system]
@@ -167,6 +196,22 @@ def labels(groups: Sequence[Evaluations]) -> list[str]:
         rank = [ranks.get(target, f"target {target:g}")] if target is not None and len(targets) > 1 else []
         found.append(", ".join(rank + [f"{k} {json.dumps(v)}" for k, v in rest.items()]))
     return found
+
+
+def _status(
+    runs: Sequence[Run], names: dict[Path, Name], cells: dict[str, Cell], states: dict[str, str]
+) -> dict[Name, str]:
+    """`finished`, or what became of those runs that are not; cells that have not begun are among them."""
+    found: dict[Name, list[str]] = {}
+    for cell in cells.values():
+        found.setdefault(name_of(cell), []).append(states[cell.name])
+    for run in runs:
+        if run.path.name not in cells:
+            found.setdefault(names[run.path], []).append(text(run.info.get("status") or "unknown"))
+    return {
+        name: ", ".join(dict.fromkeys(s for s in known if s != "finished")) or "finished"
+        for name, known in found.items()
+    }
 
 
 def _add(entry: Entry, group: Evaluations, run: Run) -> None:

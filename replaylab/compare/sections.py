@@ -11,7 +11,7 @@ import numpy as np
 
 from replaylab import charts, stats
 from replaylab.compare.gather import Comparison, Entry, hours
-from replaylab.compare.tables import amount, neighbours, protocols, published_cells, score
+from replaylab.compare.tables import amount, neighbours, protocols, published_cells, remark, score, span
 from replaylab.page import Html, details, duration, escape, grid, number, table, warning_list
 from replaylab.published import Published
 from replaylab.results import Run, finite, text
@@ -72,18 +72,18 @@ def _scores(found: Comparison) -> Html:
 
 def _rows(found: Comparison, which: str) -> list[list[Html]]:
     return [
-        [Html(f"<b>{escape(row)}</b>"), *(_cell(found.at(row, task), which) for task in found.tasks)]
-        for row in found.rows
+        [Html(f"<b>{escape(row)}</b>"), *(_cell(found, row, task, which) for task in found.tasks)] for row in found.rows
     ]
 
 
-def _cell(entry: Entry | None, which: str) -> Html:
+def _cell(found: Comparison, row: str, task: str, which: str) -> Html:
+    entry = found.at(row, task)
     if entry is None:
-        return Html("–")
+        return escape(found.instead(row, task))
     episodes = sorted({len(scores) for _, scores in getattr(entry, which).values()})
     told = f"{len(entry.last)} x {'–'.join(str(n) for n in dict.fromkeys((episodes[0], episodes[-1])))}"
-    kind = "" if entry.normalized else ", return"
-    return Html(f"<b>{escape(score(entry, which))}</b><br><small>{escape(told + kind)}</small>")
+    more = ", ".join(filter(None, [told, "" if entry.normalized else "return", remark(entry, which)]))
+    return Html(f"<b>{escape(score(entry, which))}</b><br><small>{escape(more)}</small>")
 
 
 def _published(found: Comparison, others: Sequence[Published]) -> list[list[Html]]:
@@ -121,6 +121,9 @@ def _over_all(
         )
     pictures.append(_profiles(scores, told))
     parts = [grid(pictures), _improvement(scores, told)]
+    going = [f"{e.row} on {e.task} ({remark(e)})" for e in here if remark(e)]
+    if going:
+        parts.insert(0, note(f"With scores of what is not finished: {'; '.join(going)}."))
     if left_out:
         where = "every task" if len(tasks) == len(found.tasks) else ", ".join(tasks)
         parts.insert(0, note(f"Without {', '.join(left_out)}: not evaluated on {where}, or not normalised."))
@@ -167,8 +170,10 @@ def _curves(found: Comparison) -> Html:
         here = [e for e in found.entries if e.task == task]
         series = [s for e in here if (s := _curve(e, styles[e.row]))]
         if series:
-            counts = amount(here)
-            caption = f"Mean over seeds, 95% bootstrap interval; {counts} at the end, fewer episodes on the way."
+            seeds = [by_step for e in here for by_step in e.curves.values()]
+            before = [len(by_step[step]) for by_step in seeds for step in sorted(by_step)[:-1]]
+            way = f" at the last step, {span(before, 'episode')} a seed before" if before else ""
+            caption = f"Mean over seeds, 95% bootstrap interval; {amount(here)}{way}."
             label = here[0].kind if len({e.kind for e in here}) == 1 else "score"
             pictures.append(charts.lines(task, series, x_label="step", y_label=label, caption=caption))
     return grid(pictures) if pictures else charts.nothing("No evaluations to draw.")

@@ -13,8 +13,8 @@ from replaylab.published import Published, canonical, published
 from replaylab.scores import reference
 
 COLUMNS = (
-    "row", "system", "task", "env", "score", "mean", "error", "error_is", "iqm", "iqm_low", "iqm_high", "seeds",
-    "episodes", "best_mean", "best_error", "hours", "gpu_hours", "published", "protocol",
+    "row", "system", "task", "env", "status", "step", "score", "mean", "error", "error_is", "iqm", "iqm_low",
+    "iqm_high", "seeds", "episodes", "best_mean", "best_error", "hours", "gpu_hours", "published", "protocol",
 )  # fmt: skip
 
 
@@ -22,11 +22,14 @@ def plus_minus(mean: float, error: float | None) -> str:
     return number(mean) if error is None else " ± ".join(aligned([mean, error], error))
 
 
-def score(entry: Entry | None, which: str = "last") -> str:
-    if entry is None:
-        return "–"
+def score(entry: Entry, which: str = "last") -> str:
     found = entry.summary(which)
     return plus_minus(found["mean"], found["error"])
+
+
+def remark(entry: Entry, which: str = "last") -> str:
+    """So that nobody takes what is not finished for a final score."""
+    return f"step {entry.step(which):,}, {entry.status}" if entry.status != "finished" else ""
 
 
 def span(values: Iterable[int], noun: str) -> str:
@@ -89,16 +92,28 @@ def published_cells(found: Comparison, other: Published) -> list[str]:
 
 
 def markdown(found: Comparison) -> str:
-    tasks = found.tasks
-    lines = [f"| | {' | '.join(tasks)} |", f"|---|{'---|' * len(tasks)}"]
-    lines += [f"| {row} | {' | '.join(score(found.at(row, t)) for t in tasks)} |" for row in found.rows]
+    lines = _grid(found, "last")
     others = neighbours(found, ours=True) + neighbours(found, ours=False)
     lines += [f"| *published:* {p.name} | {' | '.join(published_cells(found, p))} |" for p in others]
     error = "mean ± standard error over seeds (of one seed: over episodes)"
     lines += ["", f"{_kinds(found)} of the last checkpoint, {error}; {amount(found.entries)}."]
     lines += [f"Not finished: {name} ({why})." for name, why in found.unfinished.items()]
     lines += [f"- published, {line}." for line in protocols(found, others)]
+    told = f"optimistic, as chosen with the evaluations it is judged by; {amount(found.entries, 'best')}"
+    lines += ["", f"Best checkpoint of each seed ({told}):", "", *_grid(found, "best")]
     return "\n".join(lines) + "\n"
+
+
+def _grid(found: Comparison, which: str) -> list[str]:
+    lines = [f"| | {' | '.join(found.tasks)} |", f"|---|{'---|' * len(found.tasks)}"]
+    for row in found.rows:
+        cells = []
+        for task in found.tasks:
+            entry = found.at(row, task)
+            told = found.instead(row, task) if entry is None else score(entry, which)
+            cells.append(told + (f" ({remark(entry, which)})" if entry and remark(entry) else ""))
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return lines
 
 
 def _kinds(found: Comparison) -> str:
@@ -113,6 +128,8 @@ def to_csv(found: Comparison) -> str:
     writer.writeheader()
     for entry in found.entries:
         writer.writerow(_csv_row(entry))
+    for (row, task, system), status in found.unscored.items():
+        writer.writerow({"row": row, "system": system, "task": task, "status": status})
     for p in neighbours(found, ours=True) + neighbours(found, ours=False):
         for task in found.tasks:
             known = _same(found, p, task)
@@ -129,7 +146,8 @@ def _csv_row(entry: Entry) -> dict[str, Any]:
     spent = [hours(run) for run in {run.path: run for run in entry.runs}.values()]
     total = sum(h for h, _ in spent if h is not None)
     return {
-        "row": entry.row, "system": entry.system, "task": entry.task, "env": entry.env, "score": entry.kind,
+        "row": entry.row, "system": entry.system, "task": entry.task, "env": entry.env, "status": entry.status,
+        "step": entry.step(), "score": entry.kind,
         "mean": last["mean"], "error": last["error"], "error_is": f"standard error over {last['unit']}s",
         "iqm": last["iqm"], "iqm_low": last["low"], "iqm_high": last["high"], "seeds": last["seeds"],
         "episodes": last["episodes"], "best_mean": best["mean"], "best_error": best["error"],

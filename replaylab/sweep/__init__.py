@@ -40,7 +40,6 @@ def run(
     *,
     dry_run: bool = False,
     on: str = "local",
-    address: str | None = None,
     devices: Sequence[str] | None = None,
     per_device: int | None = None,
     **options: Any,
@@ -54,9 +53,11 @@ def run(
     if on not in WHERE:
         raise UsageError(f"cannot run on '{on}'{nearest(on, WHERE)}")
     if options and on != "ray":
-        raise UsageError(f"'{next(iter(options))}' is for on=\"ray\" only")
-    if per_device is not None and on == "ray":
-        raise UsageError("per_device is for this machine; on Ray cells share a GPU with `gpus`, such as 0.5")
+        raise UsageError(f'{next(iter(options))} is for a Ray cluster: add --on ray, in Python on="ray"')
+    if on == "ray" and (devices or per_device is not None):
+        raise UsageError(
+            "devices and per_device are for this machine; on Ray cells share a GPU with `gpus`, such as 0.5"
+        )
     plan = read_plan(path, per_device)
     queue = Queue(out or Path("sweeps") / plan.name)
     places = list(devices or _devices())
@@ -73,7 +74,7 @@ def run(
     if on == "ray":
         from replaylab.sweep.cluster import run_ray
 
-        run_ray(plan, queue, watch, address, began, **options)
+        run_ray(plan, queue, watch, began, **options)
     else:
         run_local(plan, queue, watch, places, began)
     found = outcome(queue, plan.cells)

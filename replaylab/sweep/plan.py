@@ -21,19 +21,22 @@ Everything is checked before anything runs, and a mistake is one line that names
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from replaylab.algos import system
-from replaylab.config import read_yaml, resolve
-from replaylab.data.read import SAMPLES, TOYS, detect
-from replaylab.errors import ReplaylabError, UsageError, nearest
+from replaylab.config import check, knob, read_yaml, resolve
+from replaylab.data.formats.common import check_columns
+from replaylab.data.read import FORMATS, SAMPLES, TOYS, detect
+from replaylab.errors import MissingExtra, ReplaylabError, UsageError, nearest
 from replaylab.published import dataset_name
 from replaylab.train import Options
 
@@ -46,6 +49,18 @@ SYSTEM_KEYS = (
 )  # fmt: skip
 DATASET_KEYS = ("name", "path", "env", "options")
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 takes 1e-3 for a word
+
+
+@dataclass
+class Reading:
+    """How data is read: what `load` takes, `columns` apart."""
+
+    format: str | None = knob(None, "found by looking", FORMATS)
+    max_episode_steps: int | None = knob(None, "an episode ends after so many")
+    split: str = knob("flags", "where unmarked episodes end", ("flags", "discontinuity"))
+    checkpoints: int | None = knob(None, "of a DQN-replay log, the last so many")
+    max_steps: int | None = knob(None, "of a DQN-replay log")
+    episodes_per_checkpoint: int | None = knob(None, "of a DQN-replay log")
 
 
 @dataclass(frozen=True)
@@ -132,7 +147,9 @@ def _cells(where: str, entry: Any, values: dict[str, Any], datasets: list[dict[s
     if not isinstance(entry, dict) or not isinstance(entry.get("system"), str):
         raise UsageError(f"{where}: expected a system's name, or `system: NAME` with settings")
     _known(where, entry, SYSTEM_KEYS)
-    module, name = _module(where, entry["system"]), entry["system"]
+    name = entry["system"]
+    with _at(where):
+        module = system(name)
     preset = entry.get("preset")
     if preset is not None and (not isinstance(preset, str) or preset not in module.PRESETS):
         raise UsageError(f"{where}: unknown preset '{preset}'{nearest(str(preset), module.PRESETS)}")
@@ -149,7 +166,7 @@ def _cells(where: str, entry: Any, values: dict[str, Any], datasets: list[dict[s
     for place, variant in itertools.product(_places(where, entry, values, datasets, module), variants):
         settings = common | variant
         read = place.get("options", {})
-        options = _check(where, module, settings | {"seeds": seeds})
+        options = _check(where, module, preset, settings | {"seeds": seeds})
         setting = "-".join(f"{key}{_text(value)}" for key, value in variant.items())
         for part in [[s] for s in options.seeds] if split else [options.seeds]:
             ending = [f"seed{part[0]}"] if split else []
@@ -157,13 +174,6 @@ def _cells(where: str, entry: Any, values: dict[str, Any], datasets: list[dict[s
             place_of = (place.get("path"), place.get("env"))
             found.append(Cell(folder, label, name, place["name"], setting, *place_of, preset, settings, part, read))
     return found
-
-
-def _module(where: str, name: str) -> ModuleType:
-    try:
-        return system(name)
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from error
 
 
 def _places(
@@ -176,6 +186,9 @@ def _places(
         envs = entry.get("environments", values.get("environments", []))
         if not isinstance(envs, list) or not envs:
             raise UsageError(f"{where}: {entry['system']} makes its own data: list `environments` for it")
+        for env in envs:
+            with _at(where):
+                _environment(str(env), module)
         return [{"name": str(env).split("/")[-1], "env": str(env)} for env in envs]
     if "environments" in entry:
         raise UsageError(f"{where}: {entry['system']} learns from logs: give `env` to a dataset instead")
@@ -189,14 +202,32 @@ def _places(
     return [known[name] for name in wanted]
 
 
-def _check(where: str, module: ModuleType, settings: dict[str, Any]) -> Options:
-    try:
-        options, _ = resolve([Options, module.Config], [("settings", settings)])
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from error
+def _check(where: str, module: ModuleType, preset: str | None, settings: dict[str, Any]) -> Options:
+    with _at(where):
+        options, _ = resolve(
+            [Options, module.Config],
+            [(f"preset {preset}", module.PRESETS[preset] if preset else {}), ("settings", settings)],
+        )
+        _environment(options.env, module)
     if not options.seeds or len(set(options.seeds)) != len(options.seeds):
         raise UsageError(f"{where}: seeds must be distinct, and at least one")
     return options
+
+
+def _environment(env: str | None, module: ModuleType | None = None) -> None:
+    """Is there such a name? No simulator is started, and what is not installed here is left to the cell."""
+    with contextlib.suppress(MissingExtra):
+        if env is None:
+            return
+        if module is not None and hasattr(module, "environment"):
+            module.environment(env)
+            return
+        from replaylab import envs
+
+        if env.startswith(("atari/", "atari-rgb/")):
+            importlib.import_module(envs.FAMILIES[env.partition("/")[0]]).parse(env)
+        elif ":" not in env and envs.canonical(env) not in envs.gymnasium.registry:  # MODULE:ID registers itself
+            envs.make(env).close()  # an error that names the nearest, or an id without its version
 
 
 def _variants(where: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -219,17 +250,33 @@ def _dataset(where: str, entry: Any) -> dict[str, Any]:
     if isinstance(entry["path"], list) and not all(isinstance(p, str) for p in entry["path"]):
         raise UsageError(f"{where}: a path is a word, or a list of words to be joined")
     paths = [str(p) for p in (entry["path"] if isinstance(entry["path"], list) else [entry["path"]])]
+    options = _mapping(where, entry, "options")
+    columns = _mapping(where, options, "columns")
     for path in paths:
-        try:
-            if path not in TOYS or Path(path).exists():
-                detect(Path(path) if Path(path).exists() else SAMPLES.get(path, Path(path)))
-        except ReplaylabError as error:
-            raise UsageError(f"{where}: {path}: {error}") from error
+        known = Path(path) if Path(path).exists() else SAMPLES.get(path, Path(path))
+        if not ("format" in options if known.exists() else path in TOYS):
+            with _at(f"{where}: {path}"):
+                detect(known)
+    with _at(where):
+        if not all(isinstance(names, (str, list)) for names in columns.values()):
+            raise UsageError("columns takes names, such as {observations: [x1, x2], rewards: r}")
+        check_columns(columns)
+        resolve([Reading], [("options", {k: v for k, v in options.items() if k != "columns"})])
+        _environment(check(Options, "env", entry.get("env")))
     name = str(entry.get("name") or "+".join(map(dataset_name, paths)))
-    return entry | {"name": name, "path": paths}
+    return entry | {"name": name, "path": paths, "options": options}
 
 
 # --- small helpers
+
+
+@contextlib.contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Name the place of a mistake."""
+    try:
+        yield
+    except ReplaylabError as error:
+        raise UsageError(f"{where}: {error}") from error
 
 
 def _known(where: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
