@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,3 +59,26 @@ def test_the_whole_gradient_is_limited():
     fresh = 2**-0.8
     torch.testing.assert_close(found[1], torch.full((3,), 1 / 7))
     torch.testing.assert_close(found[0], torch.full((3,), (1 - fresh) + fresh * 2500))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_the_kernels_of_convolutions_follow_the_formula(order):
+    """On the device against the plain rule on the CPU: squares, odd sizes, matrices and vectors beside them."""
+    g = torch.Generator().manual_seed(0)
+    shapes = [(7,), (5, 6), (6, 5, 4, 4), (9, 4, 3, 3), (3, 7, 8, 8), (4, 4, 1, 1), (300, 30, 4, 4)]
+    plain = [nn.Parameter(torch.randn(s, generator=g) * 10.0**-i) for i, s in enumerate(shapes)]
+    fast = [nn.Parameter(p.detach().cuda().contiguous(memory_format=order if p.ndim == 4 else torch.preserve_format))
+            for p in plain]  # fmt: skip
+    optimizers = Adafactor(plain, max_norm=20.0), Adafactor(fast, max_norm=20.0, compile=True)
+    assert optimizers[1].kernels
+    for _ in range(4):
+        for a, b in zip(plain, fast, strict=True):
+            a.grad = torch.randn(a.shape, generator=g) * 3
+            b.grad = a.grad.cuda()
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(plain, fast, strict=True):
+        torch.testing.assert_close(a, b.cpu(), rtol=1e-4, atol=1e-7)
+        for name, moment in optimizers[0].state[a].items():
+            torch.testing.assert_close(moment, optimizers[1].state[b][name].cpu(), rtol=1e-4, atol=1e-9)
