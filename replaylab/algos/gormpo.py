@@ -238,7 +238,7 @@ class Agent(nn.Module):
             found.append(0.0 if kind == "none" else ours if asked is None else asked)
             told += [f"{kind} penalty x {found[-1]:g}"] if found[-1] else []
         gaps = [asked is None for (kind, asked) in kinds if kind != "none"] + [config.rollout_length is None]
-        where = f" ({origin})" if any(gaps) else ""
+        where = f" (what was left open: {origin})" if any(gaps) else ""
         self.notes.append(f"imagines {self.length} steps, {' and '.join(told) or 'no penalty: MBPO'}{where}")
         return found[0], found[1]
 

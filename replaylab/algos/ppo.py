@@ -226,7 +226,7 @@ class PPO:
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.optimizer = adam(policy.parameters(), config.ppo_lr, eps=1e-5)
         cuda = device.type == "cuda"  # a few kernels instead of a hundred
-        self.choose, self.objective = fused(self._choose, cuda), fused(self._objective, cuda)
+        self.choose, self.look, self.objective = (fused(f, cuda) for f in (self._choose, policy.look, self._objective))
 
     @torch.no_grad()
     def act(self, observations: Tensor) -> Tensor:
@@ -266,10 +266,9 @@ class PPO:
             advantage = advantage.flatten()
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-5)
         played = (self.actions.flatten(), self.log_probs.flatten(), self.values[:-1].flatten(), advantage, returns)
-        seen = self.policy.look(self.observations[:-1].flatten(0, 1))
+        seen = self.look(self.observations[:-1].flatten(0, 1))
         sums: list[Tensor] = []
-        for _ in range(config.ppo_epochs):
-            order = torch.rand(len(returns), device=returns.device).argsort()
+        for order in torch.rand(config.ppo_epochs, len(returns), device=returns.device).argsort(1):
             for start in range(0, len(order) - self.minibatch + 1, self.minibatch):
                 loss, found = self.objective(seen, played, order[start : start + self.minibatch])
                 self._step(loss)
