@@ -8,6 +8,18 @@ import triton.language as tl
 
 
 @triton.jit
+def _block(
+    count, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROOM1: tl.constexpr, ROOM2: tl.constexpr, BLOCK: tl.constexpr
+):
+    """This program's matrices, their rows and columns, and which of them there really are."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first, second = tl.arange(0, ROOM1), tl.arange(0, ROOM2)
+    in_rows = (n < count)[:, None] & (first < ROWS)[None, :]
+    in_columns = (n < count)[:, None] & (second < COLUMNS)[None, :]
+    return n, first, second, in_rows, in_columns, in_rows[:, :, None] & (second < COLUMNS)[None, None, :]
+
+
+@triton.jit
 def _places(n, first, second, inner, outer_step, inner_step, first_step, second_step):
     """Where the elements of matrices n are, (matrices, rows, columns)."""
     corner = n // inner * outer_step + n % inner * inner_step
@@ -28,11 +40,7 @@ def observe(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROOM1: tl.constexpr, ROOM2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients into the moments; the sums of squares of the update and of the weights, a block each."""
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first, second = tl.arange(0, ROOM1), tl.arange(0, ROOM2)
-    in_rows = (n < count)[:, None] & (first < ROWS)[None, :]
-    in_columns = (n < count)[:, None] & (second < COLUMNS)[None, :]
-    inside = in_rows[:, :, None] & (second < COLUMNS)[None, None, :]
+    n, first, second, in_rows, in_columns, inside = _block(count, ROWS, COLUMNS, ROOM1, ROOM2, BLOCK)
     factor, fresh = tl.load(pace), tl.load(pace + pace_step)
     g = tl.load(gradient + _places(n, first, second, inner, g0, g1, g2, g3), inside, 0.0) * factor
     square = tl.where(inside, g * g + eps, 0.0)
@@ -55,11 +63,7 @@ def descend(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROOM1: tl.constexpr, ROOM2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The step, relative to the size of the weights."""
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first, second = tl.arange(0, ROOM1), tl.arange(0, ROOM2)
-    in_rows = (n < count)[:, None] & (first < ROWS)[None, :]
-    in_columns = (n < count)[:, None] & (second < COLUMNS)[None, :]
-    inside = in_rows[:, :, None] & (second < COLUMNS)[None, None, :]
+    n, first, second, in_rows, in_columns, inside = _block(count, ROWS, COLUMNS, ROOM1, ROOM2, BLOCK)
     factor, rate = tl.load(pace), tl.load(pace + 2 * pace_step)
     numbers = count * ROWS * COLUMNS
     step_size, size = tl.sqrt(tl.load(sums) / numbers), tl.sqrt(tl.load(sums + 1) / numbers)
