@@ -181,7 +181,6 @@ def _prepare(folder: RunFolder, values: dict[str, Any], resume: bool, overwrite:
         raise UsageError(f"{folder.path} exists and is not a run folder: choose another --out")
     else:
         folder.clear()
-    write_yaml(folder.path / "config.yaml", values)
 
 
 class Trainer:
@@ -216,6 +215,7 @@ class Trainer:
         self.stopped = False
         self.began = self.saved = time.monotonic()
         self.track = open_trackers(options.track, folder.path, values)
+        write_yaml(folder.path / "config.yaml", values)  # only now: what was refused so far leaves no run behind
         folder.write_info(
             command=command_line(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from dreaming import Stub, play, small_replay
+from dreaming import Stub, likeliest, play, small_replay
 
 from replaylab.data.frames import FrameReplay
 from replaylab.envs.atari_rgb import PALETTE
@@ -43,6 +43,15 @@ def test_dream_is_a_vector_environment():
     assert not dream.step(torch.zeros(16, dtype=torch.int64))[3].any()
 
 
+def test_a_dream_pays_what_is_expected():
+    dream = Dream(Stub(), small_replay(), 2, 3, expected=True)
+    dream.reset()
+    rewards = dream.step(torch.tensor([1, 0]))[1]
+    assert rewards.tolist() == [0, 0]  # its logits are all alike, whatever the likeliest is
+    dream.correction.copy_(torch.tensor([1.0, 4.0, 3.0]).log())
+    assert dream.step(torch.tensor([1, 0]))[1].tolist() == pytest.approx([0.25, 0.25])
+
+
 def test_one_dream_in_sixteen_begins_with_a_game():
     torch.manual_seed(0)
     replay = small_replay()
@@ -58,9 +67,10 @@ def test_one_dream_in_sixteen_begins_with_a_game():
 
 def test_judged_on_real_steps():
     replay = small_replay()
-    found = dreams.judge(Stub(), replay, np.array([3, 4, 11, 12, 43, 48]))
+    found = dreams.judge(Stub(), replay, np.array([3, 4, 11, 12, 43, 48]), likeliest)
     # frames: always one more; actions 0 1 0 1 0 2, so told rewards 0 1 0 1 0 0; true ones 0 -1 1 1 0 -1
     assert found["confusion"] == [[0, 1, 1], [0, 2, 0], [0, 1, 1]] and found["steps"] == 6
+    assert found["explained"] == pytest.approx(1 - (4 + 1 + 1) / 4)  # squared errors 0 4 1 0 0 1; the rewards' own: 4
     assert found["classes"]["positive"] == {"precision": 0.5, "recall": 0.5, "count": 2}
     assert found["frames"] == pytest.approx(2 / 6) == found["pixels"] == found["changed_pixels"]
     assert found["still_pixels"] == 0
@@ -85,13 +95,13 @@ def test_colours_are_judged_by_the_pixel_however_they_are_told():
     replay.frames[44:50] = 64
     replay.frames[49, 0, 0] = 72  # one pixel of the last frame changes, not its red
     rows = np.arange(43, 49)
-    stills = [dreams.judge(Rgb(off), replay, rows) for off in (0, 1, 64)]
+    stills = [dreams.judge(Rgb(off), replay, rows, likeliest) for off in (0, 1, 64)]
     changed = (6 + 1) / 36  # the frame from 53 to 64, and the pixel
     assert [s["still_pixels"] for s in stills] == [pytest.approx(1 - changed)] * 3
     assert [s["pixels"] for s in stills] == pytest.approx([1 - changed, (29 - 9) / 36, (29 - 9) / 36])
     assert stills[1]["near_pixels"] == stills[0]["near_pixels"] == stills[0]["pixels"] > stills[2]["near_pixels"]
     assert [s["changed_pixels"] for s in stills] == [0.0] * 3
-    palette = dreams.judge(Stub(), replay, rows[:1] + 1)  # action 1: all pixels told as the next colour
+    palette = dreams.judge(Stub(), replay, rows[:1] + 1, likeliest)  # action 1: all pixels told as the next colour
     assert palette["pixels"] == palette["near_changed_pixels"] == 0.0 and palette["still_pixels"] == 1.0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dreaming import Stub, small_replay
+from dreaming import Stub, likeliest, small_replay
 
 pytest.importorskip("ale_py")
 import replaylab
@@ -173,7 +173,7 @@ def test_too_short_games_are_explained_not_waited_for():
 
 
 def test_policy_learns_from_the_dream_with_its_own_value_added_once():
-    agent, env_id = make_agent(agents=3, from_start=1, rollout=4, fidelity="improved")
+    agent, env_id = make_agent(agents=3, from_start=1, rollout=4, fidelity="improved", dream_rewards="likeliest")
     phases = agent.phases(env_id)
     phases[0].begin()
     stub = Stub()
@@ -199,10 +199,10 @@ def test_held_out_episodes_never_train(monkeypatch, settings):
         trained.update(replay.segments[rows].tolist())
         return real(world, replay, rows)
 
-    def judging(world, replay, rows):
+    def judging(world, replay, rows, pay):
         assert all(map(torch.equal, world.parameters(), agent.world.parameters()))  # as trained so far
         judged.append(rows)
-        return judge(world, replay, rows)
+        return judge(world, replay, rows, pay)
 
     def update(batch):  # of either
         next(agent.world.reward.parameters()).data.mul_(0.99)
@@ -337,12 +337,12 @@ def report_run(tmp_path, findings, film=b"GIF89a film"):
 def test_report_sections(tmp_path):
     from replaylab.sections.mbarc import sections
 
-    judged = dreams.judge(Stub(), small_replay(), np.array([3, 4, 11, 12, 43, 48]))
+    judged = dreams.judge(Stub(), small_replay(), np.array([3, 4, 11, 12, 43, 48]), likeliest)
     ledger = {"recorded": 64, "budget": 102_400, "frames": 300, "reset_frames": 44, "resets": 2}
     collected = {"steps": 64, "episodes": 3, "mean_return": -7.25, "seconds": 1.0}
     world = [{"epoch": i, "ledger": ledger, "collected": collected, "seconds": 70.0} for i in range(2)]
     world[1]["fresh"] = judged
-    held = {"held_out": {"episodes": [3, 9]} | dreams.judge(Stub(), small_replay(), np.arange(43, 49))}
+    held = {"held_out": {"episodes": [3, 9]} | dreams.judge(Stub(), small_replay(), np.arange(43, 49), likeliest)}
     phases = {"world": {"epochs": world}, "reward": {"epochs": [{"seconds": 9.0}]}, "policy": {"epochs": []}}
     plain = dict(sections(report_run(tmp_path, phases)))["Reward model"]
     assert "6 frames. Measured on the steps that an epoch collected, before" in plain and "held-out" not in plain

@@ -14,7 +14,9 @@ from replaylab.models.reward import (
     SimpleHead,
     categories,
     confusion,
+    correction,
     draw_epoch,
+    expected,
     focal_loss,
     focal_weights,
     masses_of,
@@ -191,6 +193,20 @@ def test_focal_loss_by_hand():
     by_class = torch.tensor([0.5, 1.0, 1.5])
     expected = (1.0 * 0.4**2 * -math.log(0.6) + 1.5 * 0.75**2 * -math.log(0.25)) / 2
     assert float(focal_loss(logits, torch.tensor([1, 2]), by_class)) == pytest.approx(expected)
+
+
+def test_what_is_expected_allows_for_the_draws():
+    """Two moments: after A 10 % are rewarded, after B 1 % punished. A head that was shown 35, 30, 35 % of -1, 0, 1
+    believes in far more of both; corrected, it expects what there is."""
+    chances = torch.tensor([[0.0, 0.90, 0.10], [0.01, 0.99, 0.0]])  # of -1, 0, 1 after A and B, both as often
+    real, shown = chances.mean(0), torch.tensor([0.35, 0.30, 0.35])
+    counts = [(share * 10**6).round().long() for share in (real, shown)]
+    told = [torch.arange(-1, 2).repeat_interleave(count) for count in counts]
+    logits = (chances * shown / real).log().clamp(min=-100)  # the best head of these draws, by Bayes' rule
+    assert expected(logits)[0] > 0.6 and expected(logits)[1] < -0.6
+    torch.testing.assert_close(expected(logits + correction(*told)), torch.tensor([0.10, -0.01]), rtol=1e-3, atol=1e-5)
+    same = correction(torch.zeros(5), torch.zeros(7))
+    assert same.abs().max() < 0.3  # nothing seen of a class is no reason for infinities
 
 
 def test_scores_by_hand():

@@ -76,7 +76,7 @@ def test_an_update_reads_nothing_back_and_gives_the_right_shapes():
         assert all(value.shape == (1,) for value in metrics.values()) and "reward" in metrics
         RewardTrainer(world, focal=True).update(batch)
         told = world.predict(batch["frames"], batch["actions"])
-        x_mid, x_fin = world.reward_features(batch["frames"], batch["actions"])
+        x_mid, x_fin = world.reward_features(batch["frames"], batch["actions"], batch["next_frames"])
     assert told.next_frame.shape == (4, 105, 80) and told.next_frame.dtype == torch.uint8
     assert [x.shape for x in told[1:]] == [(4,), (4, 3), (4,), (4,)]
     assert x_mid.shape == (4, 768, 3, 2) and x_fin.shape == (4, 96, 105, 80)
@@ -250,7 +250,7 @@ def test_the_trunk_step_by_step(monkeypatch):
     drawn = torch.randn(4, 16).sign()
     monkeypatch.setattr(world.bits, "draw", lambda layer: drawn)
     batch = make_batch(world)
-    value, x_mid, x_fin, _ = world.features(batch["frames"], batch["actions"])
+    value, x_mid, x_fin, *_ = world.features(batch["frames"], batch["actions"])
 
     def norm(layer, x):
         return F.instance_norm(x, weight=layer.weight, bias=layer.bias, eps=1e-6)
@@ -340,11 +340,18 @@ def test_the_parts_of_the_loss():
     torch.testing.assert_close(found["loss"], sum(parts)) and found["loss"].isfinite()
     torch.manual_seed(0)
     value = world.features(batch["frames"], batch["actions"], batch["next_frames"], torch.tensor(0.3)).value
-    torch.testing.assert_close(found["value"], (value - batch["values"])[1:].square().sum() / 4)
+    torch.testing.assert_close(found["value"], 0.01 * (value - batch["values"])[1:].square().sum() / 4)
     found["loss"].backward()
     missing = {name for name, p in world.named_parameters() if p.grad is None}
     assert missing == set()
     assert "continue" not in losses(tiny(fidelity="original"), batch, 0.3)
+
+
+def test_returns_shape_the_trunk_only_in_the_original():
+    for fidelity, shaped in (("improved", False), ("original", True)):
+        world = tiny(fidelity=fidelity)
+        losses(world, make_batch(world), 0.3)["value"].backward()
+        assert (world.embed.weight.grad is not None) == shaped and world.value.weight.grad is not None
 
 
 def test_dropout_in_dreams_only_in_the_original():

@@ -13,6 +13,7 @@ collection before they do. Dreams may begin in held-out episodes: that trains th
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from replaylab.step import Graph
 
 ONLINE = True
 ACTING = ("eval_temperature",)
+PAID = ("expected", "likeliest")
 ROOM = 1.5  # rows of the replay for each step; a game takes four more than it has steps
 
 
@@ -46,7 +48,7 @@ class Config(ppo.Config):
     random_steps: int = knob(6400, "real steps played at random before the first epoch")
     collect_steps: int = knob(6400, "real steps played by the policy at the start of each epoch")
     budget: int = knob(102_400, "real steps there may be in all")
-    strict_budget: bool = knob(False, "count what resets cost too; the last epochs then collect less")
+    strict_budget: bool = knob(True, "count what resets cost too; the last epochs then collect less")
     games: int = knob(8, "real games played side by side; each goes on in the next epoch")
     held_out: float = knob(0.05, "share of real steps, in whole episodes, that judge the models and never train them")
     temperature: float = knob(1.0, "of the policy's choices while it collects")
@@ -67,7 +69,10 @@ class Config(ppo.Config):
     sampling_decay: int = knob(3700, "updates until the world model sees only its own frames")
     world_grad_clip: float = knob(1.0, "largest norm of the gradients of world and reward model")
     # the reward model
-    reward_head: str = knob("mbarc", "simple: the one that averages over positions", ("mbarc", "simple"))
+    reward_head: str = knob(
+        "frames", "reads frames, the told next one too; or mbarc, simple: the world model's inner maps", reward.HEADS
+    )
+    reward_shift: int = knob(4, "pixels that frames are moved by, at random, when it learns; the original: 0")
     reward_steps: int = knob(0, "updates of the reward model an epoch; 0: as many as the strategy takes")
     reward_batch: int = knob(32, "transitions a batch")
     masses: list[float] = knob(list(reward.MASSES), "share of each class of transitions in mbarc's draws")
@@ -76,6 +81,9 @@ class Config(ppo.Config):
     )
     near: int = knob(1, "steps from a reward that count as near, or as leading up")
     focal: bool = knob(False, "class-balanced focal loss instead of cross-entropy")
+    dream_rewards: str = knob(
+        "expected", "what dreams pay: expected, the draws allowed for; or the likeliest of -1, 0, 1", PAID
+    )
     # the policy
     agents: int = knob(64, "dreams side by side")
     from_start: int = knob(4, "of them from the start of a game, the others from anywhere")
@@ -92,6 +100,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
         "games": 1, "world_steps": 15_000, "world_batch": 4, "sampling_decay": 22_250, "agents": 16, "from_start": 1,
         "ppo_updates": 1000, "ppo_lr": 1e-4, "ppo_minibatch": 160, "eval_every": -1, "final_episodes": 100,
+        "reward_head": "mbarc", "strict_budget": False,
     },
     "small": {
         "epochs": 5, "random_steps": 3200, "collect_steps": 3200, "hidden": 32, "world_steps": 1000, "world_first": 2,
@@ -196,8 +205,9 @@ class Agent(nn.Module):
             rollout=config.rollout, max_norm=config.world_grad_clip,
         )  # fmt: skip
         self.reward_trainer = RewardTrainer(
-            self.world, trunk=self.copy, focal=config.focal, max_norm=config.world_grad_clip
-        )
+            self.world, trunk=self.copy, focal=config.focal, max_norm=config.world_grad_clip,
+            shift=0 if self.original else config.reward_shift,
+        )  # fmt: skip
         self.optimizers = {"policy": self.ppo.optimizer} | self.world_trainer.optimizers
         self.optimizers |= self.reward_trainer.optimizers
         self.notes: list[str] = []
@@ -231,7 +241,8 @@ class Agent(nn.Module):
         self.windows = Table(config.games * rows, self.device)
         self.walk = {name: self._zeros(batch) for name in ("rows", "left", "limit")}
         self.shown = self._zeros(max(epoch["reward"] for epoch in plan(config)), config.reward_batch)
-        self.dream = Dream(self.copy, self.replay, config.agents, config.rollout, config.from_start)
+        expected = config.dream_rewards == "expected" and not self.original
+        self.dream = Dream(self.copy, self.replay, config.agents, config.rollout, config.from_start, expected)
         self.dream_step = Graph(self._dream_step, self.device)
         found = []
         for epoch, steps in enumerate(plan(config)):
@@ -273,7 +284,7 @@ class Agent(nn.Module):
                 self.notes.append(f"the budget of {self.config.budget:,} real steps, resets included, is spent")
             self.replay.commit()
             if epoch > 0 and len(self.replay.fresh):
-                found["fresh"] = judge(self.copy, self.replay, self.replay.fresh)
+                found["fresh"] = judge(self.copy, self.replay, self.replay.fresh, self.dream.pay)
             self.held = hold_out(self.replay, self.held, before, self.config.held_out)
             self.log["world"].append({"epoch": epoch, "ledger": self.recorder.ledger} | found)
             self._lay_out()
@@ -338,6 +349,7 @@ class Agent(nn.Module):
             window=config.near, backward=self.original,
         )  # fmt: skip
         self.shown.copy_(rows[drawn])
+        self.dream.correction.copy_(reward.correction(replay.rewards[rows], replay.rewards[self.shown].flatten()))
 
     def update_reward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         rows = self.shown.index_select(0, batch["step"])[0]
@@ -383,7 +395,7 @@ class Agent(nn.Module):
         found: dict[str, Any] = {"seconds": round(time.monotonic() - self.clock, 3)}
         if phase != "policy" and len(rows := self._steps(held=True)):
             refresh(self.copy, self.world)
-            found["held_out"] = {"episodes": self.held.tolist()} | judge(self.copy, self.replay, rows)
+            found["held_out"] = {"episodes": self.held.tolist()} | judge(self.copy, self.replay, rows, self.dream.pay)
         if phase != "world":  # its entry was begun with what was collected
             self.log[phase].append({})
         self.log[phase][-1] |= found
@@ -408,7 +420,8 @@ class Agent(nn.Module):
         log = self.log | {"clock": time.monotonic() - self.clock}
         about = torch.frombuffer(bytearray(json.dumps(log).encode()), dtype=torch.uint8)
         flat = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
-        return flat | {"shown": self.shown, "held": torch.as_tensor(self.held), "log": about}
+        ours = {"shown": self.shown, "correction": self.dream.correction, "held": torch.as_tensor(self.held)}
+        return flat | ours | {"log": about}
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         def under(part: str) -> dict[str, Tensor]:
@@ -421,6 +434,7 @@ class Agent(nn.Module):
         self.world_trainer.load_training_state(under("world"))
         self.reward_trainer.load_training_state(under("reward"))
         self.shown.copy_(state["shown"])
+        self.dream.correction.copy_(state["correction"])
         self.held = state["held"].cpu().numpy()
         self.log = json.loads(state["log"].cpu().numpy().tobytes())
         self.clock = time.monotonic() - self.log.pop("clock")
@@ -434,6 +448,9 @@ def _check(config: Config) -> None:
                  "agents", "ppo_epochs", "ppo_minibatch"):  # fmt: skip
         if getattr(config, name) < 1:
             raise UsageError(f"{name} must be at least 1, not {getattr(config, name)}")
+    for name in ("world_grad_clip", "temperature", "ppo_lr"):
+        if not getattr(config, name) > 0:
+            raise UsageError(f"{name} must be above 0, not {getattr(config, name):g}")
     wanted = counters(config)["real_steps"]
     if wanted > config.budget:
         raise UsageError(
@@ -443,7 +460,11 @@ def _check(config: Config) -> None:
     for name in ("random_steps", "collect_steps"):
         if getattr(config, name) % config.games or getattr(config, name) < config.games:
             raise UsageError(f"{name} must be a multiple of games ({config.games}), not {getattr(config, name)}")
-    for name, low, high in (("shrink", 1, 2), ("from_start", 0, config.agents), ("held_out", 0, MOST_HELD)):
+    for name, low, high in (
+        ("shrink", 1, 2), ("from_start", 0, config.agents), ("held_out", 0, MOST_HELD), ("input_noise", 0, 1),
+        ("gamma", 0, 1), ("gae_lambda", 0, 1), ("eval_temperature", 0, math.inf), ("reward_steps", 0, math.inf),
+        ("reward_shift", 0, 20),
+    ):  # fmt: skip
         if not low <= getattr(config, name) <= high:
             raise UsageError(f"{name} must be {low} to {high}, not {getattr(config, name)}")
     reward.masses_of(torch.ones(4, dtype=torch.bool), config.masses, config.classes)

@@ -122,15 +122,17 @@ class FlatAdam(torch.optim.Optimizer):
 
 def clip_gradients(parameters: Iterable[nn.Parameter], seeds: int, limit: float) -> Tensor:
     """Scale each seed's gradient down to the limit (0: no limit); the norms before, (seeds,). Nothing is read back."""
-    gradients = [p.grad.view(seeds, -1) for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if seeds == 1:  # in any order of memory
+        norms = torch.stack(torch._foreach_norm(gradients)).norm()[None]
+        if limit > 0:
+            torch._foreach_mul_(gradients, _share(norms, limit)[0])
+        return norms
+    gradients = [gradient.view(seeds, -1) for gradient in gradients]
     norms = torch.linalg.vector_norm(torch.cat(gradients, 1), dim=1)
     if limit > 0:
-        share = _share(norms, limit)
-        if seeds == 1:
-            torch._foreach_mul_(gradients, share[0])
-        else:
-            for gradient in gradients:
-                gradient.mul_(share[:, None])
+        for gradient in gradients:
+            gradient.mul_(_share(norms, limit)[:, None])
     return norms
 
 

@@ -9,7 +9,7 @@ away from reality grows with the steps, hence the short stretches.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from replaylab.data.frames import FrameReplay
 from replaylab.fuse import fused
-from replaylab.models.reward import confusion, precision_recall
-from replaylab.models.world import World
+from replaylab.models.reward import confusion, expected, precision_recall
+from replaylab.models.world import Prediction, World
 
 OVER = 0.5  # below this probability of going on, the game has ended
 NEAR = 8  # so far off, of 255, may each of the three intensities of a pixel be that is nearly right
@@ -49,9 +49,11 @@ class Dream:
         agents: int,
         length: int,
         from_start: int = 1,
+        expected: bool = False,
         compile: bool | None = None,
     ):
         self.world, self.replay, self.num_envs, self.length = world, replay, agents, length
+        self.expected = expected  # rewards are what is expected, not the likeliest
         device = replay.device
         compile = device.type == "cuda" if compile is None else compile
         self.predict = fused(world.predict, compile)
@@ -60,6 +62,7 @@ class Dream:
         self.stacks = torch.zeros((agents, *shape), dtype=torch.uint8, device=device)
         self.at_start = torch.arange(agents, device=device) >= agents - from_start
         self.elapsed = torch.zeros((), dtype=torch.int64, device=device)
+        self.correction = torch.zeros(3, device=device)  # of the reward model, which was shown rewards too often
 
     def _real(self) -> Tensor:
         """A stack for each agent out of the replay."""
@@ -83,7 +86,11 @@ class Dream:
         self.stacks.copy_(torch.where(terminated[:, None, None, None], self._real(), seen))
         self.elapsed += 1
         truncated = (self.elapsed >= self.length).expand(self.num_envs) & ~terminated
-        return self.stacks, told.reward, terminated, truncated, {"final_obs": seen, "values": told.value}
+        return self.stacks, self.pay(told), terminated, truncated, {"final_obs": seen, "values": told.value}
+
+    def pay(self, told: Prediction) -> Tensor:
+        """The rewards of a prediction."""
+        return expected(told.reward_logits + self.correction) if self.expected else told.reward
 
 
 # --- against reality
@@ -107,11 +114,15 @@ def hold_out(replay: FrameReplay, held: np.ndarray, first: int, share: float) ->
 
 
 @torch.no_grad()
-def judge(world: World, replay: FrameReplay, rows: np.ndarray, size: int = 64) -> dict[str, Any]:
-    """How well world and reward model tell real steps: rewards (rows: actual -1, 0, 1; columns: told), and pixels, as
-    the colours they stand for: shares exactly right, nearly right, and what repeating the last frame would get."""
+def judge(
+    world: World, replay: FrameReplay, rows: np.ndarray, pay: Callable[[Prediction], Tensor], size: int = 64
+) -> dict[str, Any]:
+    """How well world and reward model tell real steps: rewards (rows: actual -1, 0, 1; columns: told), how much of
+    their variance what a dream would `pay` explains, and pixels, as the colours they stand for: shares exactly right,
+    nearly right, and what repeating the last frame would get."""
     matrix = torch.zeros(3, 3, dtype=torch.int64, device=replay.device)
     counts = torch.zeros(7, dtype=torch.int64, device=replay.device)
+    error = torch.zeros((), device=replay.device)
     for part in torch.as_tensor(rows, device=replay.device).split(size):
         batch = real(world, replay, part)
         told = world.predict(batch["frames"], batch["actions"])
@@ -122,12 +133,16 @@ def judge(world: World, replay: FrameReplay, rows: np.ndarray, size: int = 64) -
         found = (right, near, ~moved, moved, right & moved, near & moved, right.flatten(1).all(1))
         counts += torch.stack([which.sum() for which in found])
         matrix += confusion(told.reward, batch["rewards"])
+        error += (pay(told) - batch["rewards"]).square().sum()
     *whole, moving, moving_right, moving_near, frames = counts.tolist()
+    losses, _, gains = matrix.sum(1).tolist()
+    spread = losses + gains - (gains - losses) ** 2 / len(rows)  # squared distances from the mean reward
     pixels, near_pixels, still = (count / (len(rows) * replay.frames[0].numel()) for count in whole)
     return {
         "steps": len(rows),
         "confusion": matrix.tolist(),
         "classes": precision_recall(matrix.cpu()),
+        "explained": 1 - float(error) / spread if spread else None,
         "pixels": pixels,
         "near_pixels": near_pixels,
         "still_pixels": still,

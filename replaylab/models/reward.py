@@ -26,6 +26,7 @@ CATEGORIES = {
     "lead-up": ("leading up", "positive", "other", "negative"),
 }
 MASSES = (0.35, 0.05, 0.6)
+HEADS = ("mbarc", "simple", "frames")
 FLOOR = 1e-4  # added to every weight, so that nothing is impossible
 SEGMENTS = 50  # steps from natural to balanced draws in `progressive`
 
@@ -149,6 +150,21 @@ def draw_epoch(
     return torch.cat(stretches)[:total].view(updates, batch)
 
 
+# --- from its answers to rewards
+
+
+def correction(rewards: Tensor, drawn: Tensor) -> Tensor:
+    """What to add to the logits of a head that learnt from rewards `drawn`, so that -1, 0 and 1 are as likely to it as
+    they are among `rewards`: the log of how much rarer each is. Each is counted once more, so that none is at 0."""
+    real, shown = ((torch.bincount(r.long() + 1, minlength=3) + 1).double() for r in (rewards, drawn))
+    return ((real / real.sum()) / (shown / shown.sum())).log().float()
+
+
+def expected(logits: Tensor) -> Tensor:  # (batch, 3) -> (batch,)
+    chances = logits.softmax(1)
+    return chances[:, 2] - chances[:, 0]
+
+
 # --- losses and scores
 
 
@@ -214,6 +230,27 @@ class MbarcHead(nn.Module):
         both = torch.cat([convolve(self.middle, x_mid), x], 1)
         hidden = torch.relu(linear(self.layers[0], both.flatten(1)))
         return linear(self.layers[2], hidden).float()
+
+
+class FramesHead(nn.Module):
+    """Reads the frames themselves, with convolutions of its own, and not what the world model makes of them: rewards
+    hang on few pixels, and a world model that has hardly learnt to draw does not keep them."""
+
+    def __init__(self, inputs: int, actions: int, size: tuple[int, int], width: int = 32):
+        super().__init__()
+        kinds = [(inputs, width, 8, 4, 2), (width, 2 * width, 4, 2, 1), (2 * width, 2 * width, 4, 2, 1)]
+        self.folds = nn.ModuleList(nn.Conv2d(*kind) for kind in kinds)
+        for *_, kernel, stride, padding in kinds:
+            size = tuple((length + 2 * padding - kernel) // stride + 1 for length in size)  # type: ignore[assignment]
+        self.action = nn.Linear(actions, 2 * width)
+        self.layers = nn.Sequential(nn.Linear(2 * width * size[0] * size[1], 256), nn.ReLU(), nn.Linear(256, 3))
+
+    def forward(self, seen: Tensor, action: Tensor, train: bool) -> Tensor:  # (batch, h, w, inputs), (batch, actions)
+        first, second, third = self.folds
+        x = torch.relu(convolve(second, torch.relu(convolve(first, seen.permute(0, 3, 1, 2)))))
+        x = torch.relu(convolve(third, 2 * x * linear(self.action, action)[..., None, None].sigmoid()))
+        hidden = torch.relu(linear(self.layers[0], x.flatten(1)))
+        return linear(self.layers[2], F.dropout(hidden, 0.3, train)).float()
 
 
 # --- layers in the precision of what they are given: weights may be kept in another

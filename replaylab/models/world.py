@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from replaylab.errors import UsageError
-from replaylab.models.reward import MbarcHead, SimpleHead, convolve, focal_loss, linear, standardize
+from replaylab.models.reward import HEADS, FramesHead, MbarcHead, SimpleHead, convolve, focal_loss, linear, standardize
 
 DROPOUT, MIDDLE_DROPOUT, PRIOR_DROPOUT = 0.15, 0.5, 0.1
 LOSS_FLOOR = 0.03  # a pixel predicted this well counts as done
 FLIPPED, PREDICTED, USED = 0.1, 0.5, 0.8  # share of bits flipped; of bits from the prior; of outputs that use bits
 MEMORY = 128  # of the LSTM
+VALUE_WEIGHT = 0.01  # the original: 1, which is nearly all of the gradient that is limited
 PRIOR_WEIGHT = 1 / 50  # the original divides this loss by the length of its rollouts
 
 
@@ -42,7 +43,7 @@ class WorldShape:
     bits: int = 128
     pixels: str = "palette"  # or rgb
     palette: int = 128
-    reward_head: str = "mbarc"  # or simple
+    reward_head: str = "mbarc"  # or another of reward.HEADS
     continue_head: bool = True
     fidelity: str = "improved"  # or original
 
@@ -53,7 +54,7 @@ class WorldShape:
             raise UsageError(f"frames of {self.height} x {self.width} are too small to be halved {self.compress} times")
         for value, known in (
             (self.pixels, ("palette", "rgb")),
-            (self.reward_head, ("mbarc", "simple")),
+            (self.reward_head, HEADS),
             (self.fidelity, ("improved", "original")),
         ):
             if value not in known:
@@ -85,6 +86,8 @@ class Features(NamedTuple):
     x_mid: Tensor  # (batch, wide, h, w), after action and bits
     x_fin: Tensor  # (batch, hidden, height, width)
     prior_loss: Tensor  # scalar; 0 in dreams
+    seen: Tensor  # (batch, height, width, 3 stack), the frames' colours
+    action: Tensor  # (batch, actions), one of them 1
 
 
 def timing_signal(channels: int, height: int, width: int) -> Tensor:
@@ -256,6 +259,8 @@ class World(nn.Module):
             raise UsageError(f"the colour table must be ({shape.palette}, 3), not {tuple(colours.shape)}")
         self.register_buffer("colours", colours.float().clone())
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if shape.reward_head == "frames":  # a fused Adam takes moments to lie in memory as the weights do
+            self.reward.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
     def _build(self, shape: WorldShape) -> None:
         wide, n = shape.channels, shape.compress
@@ -277,10 +282,12 @@ class World(nn.Module):
         for i in range(n):
             self.register_buffer(f"timing{i}", timing_signal(wide[i], *shape.sizes[i]), persistent=False)
         positions = math.prod(shape.sizes[-1])
-        if shape.reward_head == "mbarc":
-            self.reward: nn.Module = MbarcHead(wide[-1], shape.hidden, n, positions)
-        else:
-            self.reward = SimpleHead(wide[-1], shape.hidden)
+        heads = {
+            "mbarc": lambda: MbarcHead(wide[-1], shape.hidden, n, positions),
+            "simple": lambda: SimpleHead(wide[-1], shape.hidden),
+            "frames": lambda: FramesHead(3 * (shape.stack + 1), shape.actions, shape.sizes[0]),
+        }
+        self.reward: nn.Module = heads[shape.reward_head]()
         self.going = nn.Linear(shape.bottom, 1) if shape.continue_head and not self.original else None
 
     # --- what is asked of it
@@ -289,9 +296,10 @@ class World(nn.Module):
     def predict(self, frames: Tensor, actions: Tensor) -> Prediction:
         """One step of a dream: frames (batch, stack, h, w), or (batch, 3 stack, h, w) in rgb; actions (batch,)."""
         found = self.features(frames, actions)
-        logits = self.reward_logits(found.x_mid, found.x_fin)
+        following = self._frame(self._pixel_logits(found.x_fin))
+        logits = self.reward_logits(*self._of_interest(found, following))
         return Prediction(
-            self._frame(self._pixel_logits(found.x_fin)),
+            following,
             logits.argmax(1).float() - 1,
             logits,
             found.value,
@@ -299,12 +307,15 @@ class World(nn.Module):
         )
 
     @torch.no_grad()
-    def reward_features(self, frames: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        found = self.features(frames, actions)
-        return found.x_mid, found.x_fin
+    def reward_features(self, frames: Tensor, actions: Tensor, next_frame: Tensor) -> tuple[Tensor, Tensor]:
+        """What the reward head reads."""
+        if self.shape.reward_head == "frames":
+            seen, action = self._look(frames, actions)
+            return torch.cat([seen, self._standard(next_frame)], 3), action
+        return self._of_interest(self.features(frames, actions), next_frame)
 
-    def reward_logits(self, x_mid: Tensor, x_fin: Tensor, train: bool = False) -> Tensor:  # (batch, 3)
-        return self.reward(x_mid, x_fin, train)
+    def reward_logits(self, first: Tensor, second: Tensor, train: bool = False) -> Tensor:  # (batch, 3)
+        return self.reward(first, second, train)
 
     def world_loss(
         self,
@@ -324,16 +335,17 @@ class World(nn.Module):
         logits = self._pixel_logits(found.x_fin).float()
         target = self._pixels_last(next_frame).long()
         surprise = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
-        known = value_target.isfinite()
+        off = torch.where(value_target.isfinite(), found.value - value_target.nan_to_num(), 0.0)
         parts = {
             "pixel": (surprise - LOSS_FLOOR).clamp(min=0).mean(),
-            "value": torch.where(known, found.value - value_target.nan_to_num(), 0.0).square().mean(),
+            "value": off.square().mean() * (1.0 if self.original else VALUE_WEIGHT),
             "prior": found.prior_loss * PRIOR_WEIGHT,
         }
         if self.going is not None:
             parts["continue"] = F.binary_cross_entropy_with_logits(self._going(found), continue_target.float())
         if reward_target is not None:
-            told, classes = self.reward_logits(found.x_mid, found.x_fin, train=True), reward_target.long() + 1
+            told = self.reward_logits(*self._of_interest(found, next_frame), train=True)
+            classes = reward_target.long() + 1
             plain = class_weights is None
             parts["reward"] = F.cross_entropy(told, classes) if plain else focal_loss(told, classes, class_weights)
         frame = self._frame(logits.detach())
@@ -347,11 +359,11 @@ class World(nn.Module):
     ) -> Features:
         """With the next frame: in training, bits read from it. Without: in a dream, bits drawn."""
         drop = next_frame is not None or self.original
-        seen = self._standard(frames)
-        one_hot = F.one_hot(actions.long(), self.shape.actions).to(seen.dtype)
+        seen, one_hot = self._look(frames, actions)
         at_bottom, *at_ups, at_posterior = linear(self.action, one_hot).split(self.places, 1)
         x, skips = self._encode(seen, drop)
-        value = linear(self.value, x.flatten(1))[:, 0].float()
+        # in the original returns shape the trunk: their gradient there is hundreds of times that of the pixels
+        value = linear(self.value, (x if self.original else x.detach()).flatten(1))[:, 0].float()
         x = modulated(x, at_bottom)
         drawn = self.bits.draw(x)
         if next_frame is None or epsilon is None:
@@ -359,7 +371,17 @@ class World(nn.Module):
         else:
             real = self.bits.posterior(seen, self._standard(next_frame), at_posterior, self.timing(0))
             loss, x = self.bits.prior_loss(x, real), self.bits.mix(x, real, drawn, epsilon).to(x.dtype)
-        return Features(value, x, self._decode(x, skips, at_ups, drop), loss)
+        return Features(value, x, self._decode(x, skips, at_ups, drop), loss, seen, one_hot)
+
+    def _look(self, frames: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        seen = self._standard(frames)
+        return seen, F.one_hot(actions.long(), self.shape.actions).to(seen.dtype)
+
+    def _of_interest(self, found: Features, next_frame: Tensor) -> tuple[Tensor, Tensor]:
+        """To the reward head: frames with the next one, which a dream has told by then, or maps."""
+        if self.shape.reward_head == "frames":
+            return torch.cat([found.seen, self._standard(next_frame)], 3), found.action
+        return found.x_mid, found.x_fin
 
     def _encode(self, seen: Tensor, drop: bool) -> tuple[Tensor, list[Tensor]]:
         x = linear(self.embed, seen).permute(0, 3, 1, 2)

@@ -17,8 +17,11 @@ from torch.nn import functional as F
 from replaylab.errors import UsageError
 from replaylab.fuse import fused
 from replaylab.models.adafactor import Adafactor
+from replaylab.models.adam import adam, clipped_step
 from replaylab.models.reward import focal_loss, focal_weights
 from replaylab.models.world import World
+
+FRAMES_LR, FRAMES_DECAY = 5e-4, 0.01  # AdamW's, for a reward head that reads frames
 
 
 @contextmanager
@@ -53,6 +56,20 @@ def corrupted(frames: Tensor, share: float, channels: int, values: int = 256) ->
     median = counted_median(flat, values) if flat.is_cuda else flat.median(2, keepdim=True).values
     noisy = torch.where(torch.rand(flat.shape, device=frames.device) < share, median, flat)
     return noisy.view(frames.shape)
+
+
+def shifted(frames: Tensor, most: int) -> Tensor:
+    """Frames (batch, k, h, w), those of a sample moved by up to `most` pixels in any direction, the rims repeated. What
+    is worth a reward does not hang on the spot, but a head that sees few rewards learns their spots by heart."""
+
+    def places(length: int) -> Tensor:  # (batch, length)
+        offset = torch.randint(-most, most + 1, (len(frames), 1), device=frames.device)
+        return (torch.arange(length, device=frames.device) + offset).clamp(0, length - 1)
+
+    rows, columns = (places(length) for length in frames.shape[2:])
+    return frames.gather(2, rows[:, None, :, None].expand_as(frames)).gather(
+        3, columns[:, None, None, :].expand_as(frames)
+    )
 
 
 class WorldTrainer:
@@ -165,8 +182,8 @@ class WorldTrainer:
 
 
 class RewardTrainer:
-    """Batches hold `frames`, `actions` and `rewards` (-1, 0, 1). `trunk`, for example the dreams' snapshot of the
-    world, makes the maps; the head that learns is the world's own."""
+    """Batches hold `frames`, `next_frames`, `actions` and `rewards` (-1, 0, 1). `trunk`, for example the dreams'
+    snapshot of the world, makes the maps; the head that learns is the world's own."""
 
     def __init__(
         self,
@@ -174,32 +191,46 @@ class RewardTrainer:
         *,
         trunk: World | None = None,
         focal: bool = False,
+        shift: int = 0,  # pixels that frames are moved by, at random
         max_norm: float = 1.0,
         compile: bool | None = None,
     ):
-        self.world, self.device, self.focal = world, world.embed.weight.device, focal
+        self.world, self.device, self.focal, self.shift = world, world.embed.weight.device, focal, shift
         compile = self.device.type == "cuda" if compile is None else compile
         self.features = fused((trunk or world).reward_features, compile)
         self.loss = fused(self._loss, compile)
-        parameters = list(world.reward.parameters())
-        self.optimizers = {"reward": Adafactor(parameters, max_norm=max_norm, compile=compile)}
+        parameters, self.max_norm = list(world.reward.parameters()), max_norm
+        reads_frames = world.shape.reward_head == "frames"  # Adafactor learns those at half the pace
+        self.optimizers: dict[str, torch.optim.Optimizer] = {
+            "reward": adam(parameters, FRAMES_LR, weight_decay=FRAMES_DECAY)
+            if reads_frames
+            else Adafactor(parameters, max_norm=max_norm, compile=compile)
+        }
         self.class_weights = torch.ones(3, device=self.device)
 
     def set_counts(self, counts: Tensor) -> None:
         """Counts of rewards -1, 0, 1 in the replay, for the focal loss."""
         self.class_weights.copy_(focal_weights(counts))
 
-    def _loss(self, x_mid: Tensor, x_fin: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.world.reward_logits(x_mid, x_fin, train=True)
+    def _loss(self, first: Tensor, second: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.world.reward_logits(first, second, train=True)
         loss = focal_loss(logits, classes, self.class_weights) if self.focal else F.cross_entropy(logits, classes)
         return loss, (logits.argmax(1) == classes).float().mean()
 
     def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        maps = self.features(batch["frames"], batch["actions"])
-        self.optimizers["reward"].zero_grad(set_to_none=True)
-        loss, accuracy = self.loss(*maps, batch["rewards"].long() + 1)
+        frames, following, optimizer = batch["frames"], batch["next_frames"], self.optimizers["reward"]
+        if self.shift:
+            whole = torch.cat([frames, following.view(len(frames), -1, *frames.shape[2:])], 1)
+            whole = shifted(whole, self.shift)
+            frames, following = whole[:, : frames.shape[1]], whole[:, frames.shape[1] :].view(following.shape)
+        inputs = self.features(frames, batch["actions"], following)
+        optimizer.zero_grad(set_to_none=True)
+        loss, accuracy = self.loss(*inputs, batch["rewards"].long() + 1)
         loss.backward()
-        self.optimizers["reward"].step()
+        if isinstance(optimizer, Adafactor):
+            optimizer.step()
+        else:
+            clipped_step(optimizer, 1, self.max_norm)
         return {"loss": loss.detach().view(1), "accuracy": accuracy.view(1)}
 
     def training_state(self) -> dict[str, Tensor]:

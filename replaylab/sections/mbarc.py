@@ -115,8 +115,10 @@ def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -
     episodes = f" of {count(len(last['episodes']), 'episode')}" if "episodes" in last else ""
     note = (
         f'<p class="note">Strategy {strategy}, epoch {epoch}: {count(int(last["steps"]), "frame")}{episodes}. '
-        f"Measured on {steps}.</p>"
+        f"Measured on {steps}. What a dream would have paid for them explains {_share(last.get('explained'))} of the "
+        "variance of the real rewards; below 0 %, paying nothing would be nearer.</p>"
     )
+    paid = charts.lines("Rewards explained", [_curve("", measured, "explained", 0)], x_label="epoch")
     curves = [
         charts.lines(
             f"Steps with reward {sign}: {kind}",
@@ -127,7 +129,7 @@ def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -
         for kind in ("recall", "precision")
         if any(_count(found, name) for _, found in measured)
     ]
-    return Html(table(head, rows) + note + (grid(curves) if curves else ""))
+    return Html(table(head, rows) + note + (grid([paid, *curves]) if curves else ""))
 
 
 def _count(found: dict[str, Any], name: str) -> float:
@@ -138,6 +140,11 @@ def _count(found: dict[str, Any], name: str) -> float:
 def _rates(label: str, measured: list[tuple[int, dict[str, Any]]], name: str, kind: str) -> charts.Series:
     values = [_number(found["classes"][name][kind]) for _, found in measured]
     return charts.Series(label, np.array([float(i) for i, _ in measured]), np.array(values))
+
+
+def _share(value: Any) -> str:
+    known = finite(value)
+    return "–" if known is None else f"{100 * known:.1f} %"
 
 
 def _percent(part: int, whole: int) -> str:
