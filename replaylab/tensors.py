@@ -67,3 +67,8 @@ def _one(name: str, entry: dict, body: Tensor) -> Tensor:
     if math.prod(shape) * dtype.itemsize != end - begin:
         raise ValueError(f"{name} does not have the size of its shape")
     return body[begin:end].clone().view(dtype).reshape(shape)
+
+
+def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

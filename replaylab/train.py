@@ -28,6 +28,7 @@ from replaylab.evaluate import check_spaces, evaluate_agent, pick_device, summar
 from replaylab.progress import Progress, duration
 from replaylab.run import RunFolder, command_line, machine
 from replaylab.step import Stepper
+from replaylab.tensors import under
 from replaylab.track import TRACKERS, open_trackers
 
 # what may differ between a run and its resumption
@@ -35,6 +36,10 @@ FREE_TO_CHANGE = {
     "steps",
     "behavior_steps",
     "critic_steps",
+    "behavior_lr",
+    "value_lr",
+    "guide_lr",
+    "min_lr",
     "device",
     "compile",
     "track",
@@ -124,8 +129,8 @@ def train(
     values |= asdict(options) | asdict(algorithm)
     folder = RunFolder(out or Path("runs") / f"{system_name}-{_name(source, paths)}")
     with folder.lock():
-        _prepare(folder, values, resume, overwrite)
-        with Trainer(folder, module, options, algorithm, source, spaces, values) as trainer:
+        _check_folder(folder, values, resume, overwrite)
+        with Trainer(folder, module, options, algorithm, source, spaces, values, resume) as trainer:
             trainer.run()
     return folder.path
 
@@ -166,7 +171,7 @@ def _name(source: Episodes | str, paths: Sequence[str]) -> str:
     return str(source.meta.get("dataset_id") or Path(paths[0]).stem).replace("/", "-")
 
 
-def _prepare(folder: RunFolder, values: dict[str, Any], resume: bool, overwrite: bool) -> None:
+def _check_folder(folder: RunFolder, values: dict[str, Any], resume: bool, overwrite: bool) -> None:
     if folder.exists() and resume:
         stored = folder.config()
         changed = [k for k in values if k in stored and stored[k] != values[k] and k not in FREE_TO_CHANGE]
@@ -179,8 +184,6 @@ def _prepare(folder: RunFolder, values: dict[str, Any], resume: bool, overwrite:
         raise UsageError(f"{folder.path} holds a run already: pass --resume, --overwrite or another --out")
     elif not folder.exists() and any(p.name != ".lock" for p in folder.path.iterdir()):
         raise UsageError(f"{folder.path} exists and is not a run folder: choose another --out")
-    else:
-        folder.clear()
 
 
 class Trainer:
@@ -195,6 +198,7 @@ class Trainer:
         source: Episodes | str,
         spaces: Spaces,
         values: dict[str, Any],
+        resume: bool = False,
     ):
         self.folder, self.options = folder, options
         self.device = pick_device(options.device)
@@ -214,8 +218,11 @@ class Trainer:
         self.loaded_count = 0
         self.stopped = False
         self.began = self.saved = time.monotonic()
+        if not resume:
+            folder.clear()  # only now: what was refused so far costs no old run and leaves no new one
+        self._restore()
         self.track = open_trackers(options.track, folder.path, values)
-        write_yaml(folder.path / "config.yaml", values)  # only now: what was refused so far leaves no run behind
+        write_yaml(folder.path / "config.yaml", values)
         folder.write_info(
             command=command_line(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -227,7 +234,6 @@ class Trainer:
             parameters=sum(p.numel() for p in self.agent.parameters()),
             data=None if isinstance(source, str) else summarize(source),
         )
-        self._restore()
 
     def __enter__(self) -> Trainer:
         def stop(signum: int, frame: FrameType | None) -> None:
@@ -368,7 +374,8 @@ class Trainer:
         if broken is not None:
             name, ago = broken
             what = f"{name} became NaN or infinite at step {self.step - ago + 1}"
-            raise DataError(f"{what}: lower the learning rate; the checkpoint before it is kept")
+            kept = "the checkpoint before it is kept" if self.folder.checkpoints() else "no checkpoint was made before"
+            raise DataError(f"{what}: lower the learning rate; {kept}")
 
     def _evaluate(self, episodes: int, bar: Progress | None = None) -> None:
         if self.options.env is None or episodes < 1:
@@ -403,10 +410,13 @@ class Trainer:
             for index, entries in state["state"].items():
                 training |= {f"optimizer.{name}.{index}.{key}": torch.as_tensor(v) for key, v in entries.items()}
         state = {"step": self.step, "seconds": self.seconds, "count": stepper.count, "groups": groups}
-        state |= {"phase": self.phase, "done": self.done, "ended": self.ended}
+        state |= {"phase": self.phase, "done": self.done, "ended": self.ended, "phases": self._lengths()}
         state |= {"findings": self.findings, "notes": self.notes}
         self.folder.save(self.step, self.agent.state_dict(), training, state)
         self.saved = time.monotonic()
+
+    def _lengths(self) -> list[list[Any]]:
+        return [[phase.name, phase.steps] for phase in self.phases]
 
     def _restore(self) -> None:
         found = self.folder.load()
@@ -414,6 +424,10 @@ class Trainer:
             self.folder.rewind(-1)
             return
         weights, training, state = found
+        over, now = state["phases"][: state["phase"]], self._lengths()
+        if over != now[: state["phase"]] or [name for name, _ in state["phases"]] != [name for name, _ in now]:
+            told = ", ".join(f"{name} {steps:,}" for name, steps in state["phases"])
+            raise UsageError(f"cannot resume {self.folder.path}: what is over keeps its steps, which were {told}")
         try:
             self.agent.load_state_dict(weights)
             for name, optimizer in self.agent.optimizers.items():
@@ -428,20 +442,16 @@ class Trainer:
         except (RuntimeError, KeyError, ValueError) as error:
             raise DataError(f"the checkpoint in {self.folder.path} does not fit this system: {error}") from error
         if hasattr(self.agent, "load_training_state"):
-            self.agent.load_training_state(_under("agent.", training))
+            self.agent.load_training_state(under("agent.", training))
         torch.set_rng_state(training["rng.cpu"])
         if self.device.type == "cuda" and "rng.cuda" in training:
             torch.cuda.set_rng_state(training["rng.cuda"], self.device)
-        self.loaded, self.loaded_count = _under("metric.", training), state["count"]
-        self.hooked = _under("hook.", training)
+        self.loaded, self.loaded_count = under("metric.", training), state["count"]
+        self.hooked = under("hook.", training)
         self.step, self.spent = state["step"], state["seconds"]
         self.phase, self.done, self.ended = state["phase"], state["done"], state["ended"]
         self.findings, self.notes = state["findings"], state["notes"]
         self.folder.rewind(self.step)
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

@@ -121,10 +121,45 @@ def test_stages_in_separate_runs(tmp_path):
 def test_a_single_behavior_model_serves_all_seeds(tmp_path):
     log = make_episodes()
     run = replaylab.train("diffusion-dice", log, out=tmp_path / "b", **FRONT | {"stage": "behavior", "seeds": [4]})
-    agent, phases = make_agent(log, (0, 1), stage="critic", behavior=str(run))
-    phases[0].begin()
+    agent, _ = make_agent(log, (0, 1), stage="critic", behavior=str(run))
     trained = weights_of(run)[0]["score.out.weight"]
     assert torch.equal(agent.score.out.weight, torch.cat([trained, trained]))
+
+
+def test_the_behaviour_model_sees_states_as_it_learnt_them(tmp_path):
+    log = make_episodes()
+    shifted = replace(log, observations=3 * log.observations + 1)
+    settings = FRONT | {"normalize": True}
+    run = replaylab.train("diffusion-dice", log, out=tmp_path / "b", **settings | {"stage": "behavior"})
+    settings |= {"stage": "critic", "behavior": str(run)}
+    critic = replaylab.train("diffusion-dice", shifted, out=tmp_path / "c", **settings)
+    theirs, ours = weights_of(run)[0], weights_of(critic)[0]
+    assert all(torch.equal(theirs[k], ours[k]) for k in theirs if k.startswith("normalizer."))
+
+
+def test_what_is_refused_costs_no_run(tmp_path):
+    log = make_episodes()
+    run = replaylab.train("diffusion-dice", log, out=tmp_path / "b", **FRONT | {"stage": "behavior"})
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    settings = FRONT | {"stage": "critic", "behavior": str(run), "behavior_width": 32, "overwrite": True}
+    with pytest.raises(UsageError, match="another width"):
+        replaylab.train("diffusion-dice", log, out=run, **settings)
+    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
+    with pytest.raises(UsageError, match="another width"):
+        replaylab.train("diffusion-dice", log, out=tmp_path / "new", **settings)
+    assert not RunFolder(tmp_path / "new").exists()
+
+
+def test_what_is_over_keeps_its_steps(tmp_path):
+    """More steps of a phase that is over would never be done: said, and nothing is changed."""
+    log, settings = make_episodes(), FRONT | {"behavior_steps": 6, "critic_steps": 8}
+    run = replaylab.train("diffusion-dice", log, out=tmp_path / "r", **settings)
+    before = [(run / name).read_text() for name in ("config.yaml", "run.json")]
+    with pytest.raises(UsageError, match="keeps its steps, which were behavior 6, critic 8"):
+        replaylab.train("diffusion-dice", log, out=run, resume=True, **settings | {"behavior_steps": 9})
+    assert [(run / name).read_text() for name in ("config.yaml", "run.json")] == before
+    replaylab.train("diffusion-dice", log, out=run, resume=True, **settings | {"critic_steps": 12, "guide_lr": 1e-4})
+    assert RunFolder(run).load()[2]["step"] == 18
 
 
 def test_a_sweep_without_training(tmp_path, capsys):
@@ -157,6 +192,12 @@ def test_a_sweep_without_training(tmp_path, capsys):
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"backup": "data", "returns_steps": 0}, "returns_steps must be above 0"),
         ({"trace": 1.5}, "trace must be from 0 to 1"),
+        ({"gamma": 1.5}, "gamma must be from 0 to 1"),
+        ({"alpha": float("inf")}, "alpha must be above 0, not inf"),
+        ({"value_lr": float("nan")}, "value_lr must be above 0"),
+        ({"ensemble": -1}, "ensemble must be at least 0"),
+        ({"guidance": float("nan")}, "guidance must be a number"),
+        ({"hidden": [0]}, "hidden layers must have at least 1"),
         ({"stage": "critic"}, "belong together"),
         ({"behavior": "x"}, "belong together"),
         ({"stage": "critic", "behavior": "/nowhere"}, "not a run folder"),

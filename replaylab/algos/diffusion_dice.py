@@ -37,6 +37,8 @@ from replaylab.models.mlp import MLP, generators
 from replaylab.models.score import GuideNet, ScoreNet
 from replaylab.models.sdice import AGGREGATES, TWINS, Critics, Value, guide_loss, value_loss, weights
 from replaylab.models.solver import LAST, ORDERS, blend
+from replaylab.run import RunFolder
+from replaylab.tensors import under
 
 SHAPES_KEPT = 4  # batch shapes whose captured samplers are kept
 RETURNS_LR = 1e-3  # of the estimate of the data's return
@@ -97,18 +99,27 @@ class Config:
     clip_actions: str = knob("none", "to the action box: before or after the choice", ("none", "before", "after"))
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "temperature"):
-            if not getattr(self, name) > 0:
+        for name in ("alpha", "temperature", "value_lr", "guide_lr", "behavior_lr", "least_weight", "time_power"):
+            if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name} must be above 0, not {getattr(self, name):g}")
-        for name in ("candidates", "solver_steps", "behavior_steps", "critic_steps", "noise_copies", "batch_size"):
+        for name in ("candidates", "solver_steps", "behavior_steps", "critic_steps", "noise_copies", "batch_size",
+                     "behavior_batch"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, least in (("ensemble", 0), ("returns_steps", 0), ("min_lr", 0), ("behavior_width", 4)):
+            if not getattr(self, name) >= least:
+                raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for name in ("gamma", "tau", "trace", "behavior_ema"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{name} must be from 0 to 1, not {getattr(self, name):g}")
+        if min([*self.hidden, *self.guide_hidden], default=1) < 1:
+            raise UsageError("hidden layers must have at least 1 number")
+        if self.guidance is not None and not math.isfinite(self.guidance):
+            raise UsageError(f"guidance must be a number, not {self.guidance:g}")
         if self.solver_order not in ORDERS:
             raise UsageError(f"solver_order must be 1 or 2, not {self.solver_order}")
         if self.backup == "data" and not self.returns_steps:
             raise UsageError("--backup data builds on an estimate of the data's return: returns_steps must be above 0")
-        if not 0 <= self.trace <= 1:
-            raise UsageError(f"trace must be from 0 to 1, not {self.trace:g}")
         if (self.stage == "critic") != (self.behavior is not None):
             raise UsageError("--stage critic and --behavior RUN belong together")
 
@@ -120,7 +131,7 @@ ACTING = (
 _MAZE = {"noise_copies": 32, "ensemble": 0, "filter": "softmax", "aggregate": "first", "candidates": 1}
 _PAPER = {
     "behavior_steps": 600_000, "critic_steps": 1_000_000, "behavior_lr_decay": False, "lr_decay": False,
-    "fidelity": "original", "normalize": False, "returns_steps": 0, "advantage": False,
+    "min_lr": 1e-4, "fidelity": "original", "normalize": False, "returns_steps": 0, "advantage": False,
 }  # fmt: skip
 _ROBOT = {  # far-sighted: with 0.99 a hopper sees its fall too late; for the rest see docs/diffusion-dice.md
     "gamma": 0.997, "backup": "data", "returns_steps": 7000, "alpha": 0.2, "critic_norm": True, "value_lr": 1e-3,
@@ -261,7 +272,10 @@ class Agent(nn.Module):
         found[-1].finish = self.findings
         found = [*self._returns(episodes, store), *found]
         if config.stage == "critic":
-            found[0].begin = self._load_behavior
+            if RunFolder(str(config.behavior)).exists():
+                self._load_behavior()  # at once: what does not fit is said before any folder is touched
+            else:
+                found[0].begin = self._load_behavior  # a run that is resumed has its own copy
         return found
 
     def _returns(self, episodes: Episodes, store: Store) -> list[Phase]:
@@ -297,12 +311,9 @@ class Agent(nn.Module):
 
     def _load_behavior(self) -> None:
         """The behaviour model of another run: each seed takes the one of the same seed, or the only one."""
-        from replaylab.run import RunFolder
-
         run = RunFolder(str(self.config.behavior)).require()
-        members, found = run.places(self.seeds, alone=True), run.weights()
-        prefix = "average." if "average.out.bias" in found else "score."
-        found = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+        members, stored = run.places(self.seeds, alone=True), run.weights()
+        found = under("average." if "average.out.bias" in stored else "score.", stored)
         if "out.bias" not in found:
             raise UsageError(f"{run.path} holds no behaviour model of diffusion-dice")
         theirs = found["state.weight"].shape[1], found["out.bias"].shape[-1]
@@ -319,6 +330,7 @@ class Agent(nn.Module):
                     net.load_state_dict({k: v[members] for k, v in found.items()})
         except RuntimeError as error:
             raise UsageError(f"{run.path} has a behaviour model of another width: see its behavior_width") from error
+        self.normalizer.load_state_dict(under("normalizer.", stored))  # it must see states as it learnt them
 
     # --- learning
 

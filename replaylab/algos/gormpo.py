@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from replaylab.algos import Normalizer, Phase, Spaces
-from replaylab.algos.gormpo_density import DensityFit, under
+from replaylab.algos.gormpo_density import DensityFit
 from replaylab.algos.sac import SAC
 from replaylab.algos.sac import Config as SACConfig
 from replaylab.config import knob
@@ -44,6 +44,7 @@ from replaylab.models.imagine import (
 )
 from replaylab.models.penalty import DENSITY, ENSEMBLE
 from replaylab.step import Graph
+from replaylab.tensors import under
 
 COUNTS = ("steps", "batch_size", "dynamics_batch", "max_epochs", "patience", "rollout_batch", "rollout_every", "retain")
 RATES = ("actor_lr", "critic_lr", "alpha_lr", "dynamics_lr")

@@ -13,6 +13,7 @@ from replaylab.algos import Phase
 from replaylab.data.episodes import Episodes
 from replaylab.errors import DataError
 from replaylab.models.density import Density, make
+from replaylab.tensors import under
 
 
 class DensityFit:
@@ -118,7 +119,3 @@ class DensityFit:
             self.kept = {k: v.to(self.x.device) for k, v in under("kept.", state).items()}
             self.best.copy_(state["best"])
             self.descent.done.copy_(state["done"])
-
-
-def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}

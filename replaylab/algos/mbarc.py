@@ -32,6 +32,7 @@ from replaylab.models.dream import MOST_HELD, Dream, exciting_scene, film, hold_
 from replaylab.models.world import World, WorldShape, refresh, snapshot
 from replaylab.models.world_training import RewardTrainer, WorldTrainer, memory
 from replaylab.step import Graph
+from replaylab.tensors import under
 
 ONLINE = True
 ACTING = ("eval_temperature",)
@@ -424,15 +425,12 @@ class Agent(nn.Module):
         return flat | ours | {"log": about}
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        def under(part: str) -> dict[str, Tensor]:
-            return {k.removeprefix(f"{part}."): v for k, v in state.items() if k.startswith(f"{part}.")}
-
-        self.replay.load_state(under("replay"))
-        self.recorder.load_state({name: value.cpu().numpy() for name, value in under("real").items()})
-        for name, value in under("walk").items():
+        self.replay.load_state(under("replay.", state))
+        self.recorder.load_state({name: value.cpu().numpy() for name, value in under("real.", state).items()})
+        for name, value in under("walk.", state).items():
             self.walk[name].copy_(value)
-        self.world_trainer.load_training_state(under("world"))
-        self.reward_trainer.load_training_state(under("reward"))
+        self.world_trainer.load_training_state(under("world.", state))
+        self.reward_trainer.load_training_state(under("reward.", state))
         self.shown.copy_(state["shown"])
         self.dream.correction.copy_(state["correction"])
         self.held = state["held"].cpu().numpy()
