@@ -38,7 +38,7 @@ def small_replay(**options):
 class Stub:
     """A world in which the next frame is the newest plus the action, and action 2 ends the game."""
 
-    shape = SimpleNamespace(pixels="palette", stack=4)
+    shape = SimpleNamespace(pixels="palette", stack=4, actions=3)
     colours = torch.tensor(PALETTE, dtype=torch.float32)
 
     def predict(self, frames, actions):

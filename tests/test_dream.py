@@ -26,7 +26,10 @@ def test_dream_is_a_vector_environment():
     replay = small_replay()
     dream = Dream(Stub(), replay, 16, 3, from_start=1)
     seen, infos = dream.reset()
-    assert seen.shape == (16, 4, 2, 3) and infos == {}
+    assert seen.shape == (16, 4, 2, 3) == (16, *dream.single_observation_space.shape) and infos == {}
+    assert dream.single_action_space.n == 3
+    assert torch.equal(dream.reset(seed=5)[0].clone(), dream.reset(seed=5)[0])
+    seen, _ = dream.reset()
     before = seen.clone()
     actions = torch.tensor([0, 1] * 8)
     seen, rewards, terminated, truncated, infos = dream.step(actions)

@@ -76,7 +76,7 @@ def test_an_update_reads_nothing_back_and_gives_the_right_shapes():
         assert all(value.shape == (1,) for value in metrics.values()) and "reward" in metrics
         RewardTrainer(world, focal=True).update(batch)
         told = world.predict(batch["frames"], batch["actions"])
-        x_mid, x_fin = world.reward_features(batch["frames"], batch["actions"], batch["next_frames"])
+        x_mid, x_fin = world.reward_features(batch["frames"], batch["actions"])
     assert told.next_frame.shape == (4, 105, 80) and told.next_frame.dtype == torch.uint8
     assert [x.shape for x in told[1:]] == [(4,), (4, 3), (4,), (4,)]
     assert x_mid.shape == (4, 768, 3, 2) and x_fin.shape == (4, 96, 105, 80)

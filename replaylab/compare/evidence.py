@@ -36,8 +36,9 @@ OPENING = """# Results
 
 Made by `replaylab report benchmarks/results --out benchmarks/RESULTS.md` from the files in `benchmarks/results/`;
 nothing here was typed by hand. Scores are those of the last checkpoint, the best one stands beside it for comparison:
-normalised (0 random, 100 expert), mean ± standard error over seeds. Published rows are other people's numbers under
-their own protocols, on D4RL's data: beside `X-medium+X-expert`, our mix, stand those for `X-medium-expert`.
+normalised (0 random, 100 expert, in Atari a human), mean ± standard error over seeds. Published rows are other
+people's numbers under their own protocols, on D4RL's data: beside `X-medium+X-expert`, our mix, stand those for
+`X-medium-expert`.
 What data this is, learning curves of collecting, and what was tried besides: [NOTES.md](NOTES.md).
 """
 HEAD = (

@@ -69,8 +69,22 @@ class Dream:
         rows = torch.where(self.at_start, self.replay.starts.draw(self.num_envs), self.replay.steps.draw(self.num_envs))
         return pictures(self.replay.stacks(rows), self.world.colours, self.world.shape.pixels)
 
+    @property
+    def single_observation_space(self) -> Any:
+        from gymnasium import spaces
+
+        return spaces.Box(0, 255, tuple(self.stacks.shape[1:]), np.uint8)
+
+    @property
+    def single_action_space(self) -> Any:
+        from gymnasium import spaces
+
+        return spaces.Discrete(self.world.shape.actions)
+
     @torch.no_grad()
-    def reset(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
+        if seed is not None:
+            torch.manual_seed(seed)
         self.stacks.copy_(self._real())
         self.elapsed.zero_()
         return self.stacks, {}

@@ -307,12 +307,18 @@ class World(nn.Module):
         )
 
     @torch.no_grad()
-    def reward_features(self, frames: Tensor, actions: Tensor, next_frame: Tensor) -> tuple[Tensor, Tensor]:
-        """What the reward head reads."""
-        if self.shape.reward_head == "frames":
-            seen, action = self._look(frames, actions)
-            return torch.cat([seen, self._standard(next_frame)], 3), action
-        return self._of_interest(self.features(frames, actions), next_frame)
+    def tell(self, frames: Tensor, actions: Tensor) -> Tensor:
+        """The next frame alone."""
+        return self._frame(self._pixel_logits(self.features(frames, actions).x_fin))
+
+    @torch.no_grad()
+    def reward_features(self, frames: Tensor, actions: Tensor, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What the reward head reads; one that reads frames is given the told next one."""
+        if told is None:
+            found = self.features(frames, actions)
+            return found.x_mid, found.x_fin
+        seen, action = self._look(frames, actions)
+        return torch.cat([seen, self._standard(told)], 3), action
 
     def reward_logits(self, first: Tensor, second: Tensor, train: bool = False) -> Tensor:  # (batch, 3)
         return self.reward(first, second, train)
@@ -344,7 +350,7 @@ class World(nn.Module):
         if self.going is not None:
             parts["continue"] = F.binary_cross_entropy_with_logits(self._going(found), continue_target.float())
         if reward_target is not None:
-            told = self.reward_logits(*self._of_interest(found, next_frame), train=True)
+            told = self.reward_logits(*self._of_interest(found, self._frame(logits.detach())), train=True)
             classes = reward_target.long() + 1
             plain = class_weights is None
             parts["reward"] = F.cross_entropy(told, classes) if plain else focal_loss(told, classes, class_weights)
@@ -377,10 +383,10 @@ class World(nn.Module):
         seen = self._standard(frames)
         return seen, F.one_hot(actions.long(), self.shape.actions).to(seen.dtype)
 
-    def _of_interest(self, found: Features, next_frame: Tensor) -> tuple[Tensor, Tensor]:
-        """To the reward head: frames with the next one, which a dream has told by then, or maps."""
+    def _of_interest(self, found: Features, told: Tensor) -> tuple[Tensor, Tensor]:
+        """To the reward head: frames with the told next one, or maps."""
         if self.shape.reward_head == "frames":
-            return torch.cat([found.seen, self._standard(next_frame)], 3), found.action
+            return torch.cat([found.seen, self._standard(told)], 3), found.action
         return found.x_mid, found.x_fin
 
     def _encode(self, seen: Tensor, drop: bool) -> tuple[Tensor, list[Tensor]]:

@@ -182,8 +182,9 @@ class WorldTrainer:
 
 
 class RewardTrainer:
-    """Batches hold `frames`, `next_frames`, `actions` and `rewards` (-1, 0, 1). `trunk`, for example the dreams'
-    snapshot of the world, makes the maps; the head that learns is the world's own."""
+    """Batches hold `frames`, `actions` and `rewards` (-1, 0, 1). `trunk`, for example the dreams' snapshot of the
+    world, makes the maps; the head that learns is the world's own. A head that reads frames learns from those that the
+    trunk tells, not from those that came: so it learns how far to trust them."""
 
     def __init__(
         self,
@@ -197,13 +198,14 @@ class RewardTrainer:
     ):
         self.world, self.device, self.focal, self.shift = world, world.embed.weight.device, focal, shift
         compile = self.device.type == "cuda" if compile is None else compile
-        self.features = fused((trunk or world).reward_features, compile)
+        trunk = trunk or world
+        self.features, self.tell = fused(trunk.reward_features, compile), fused(trunk.tell, compile)
         self.loss = fused(self._loss, compile)
         parameters, self.max_norm = list(world.reward.parameters()), max_norm
-        reads_frames = world.shape.reward_head == "frames"  # Adafactor learns those at half the pace
+        self.reads_frames = world.shape.reward_head == "frames"
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             "reward": adam(parameters, FRAMES_LR, weight_decay=FRAMES_DECAY)
-            if reads_frames
+            if self.reads_frames  # Adafactor learns at half the pace here
             else Adafactor(parameters, max_norm=max_norm, compile=compile)
         }
         self.class_weights = torch.ones(3, device=self.device)
@@ -218,14 +220,14 @@ class RewardTrainer:
         return loss, (logits.argmax(1) == classes).float().mean()
 
     def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        frames, following, optimizer = batch["frames"], batch["next_frames"], self.optimizers["reward"]
+        frames, actions, optimizer = batch["frames"], batch["actions"], self.optimizers["reward"]
+        told = [self.tell(frames, actions)] if self.reads_frames else []
         if self.shift:
-            whole = torch.cat([frames, following.view(len(frames), -1, *frames.shape[2:])], 1)
-            whole = shifted(whole, self.shift)
-            frames, following = whole[:, : frames.shape[1]], whole[:, frames.shape[1] :].view(following.shape)
-        inputs = self.features(frames, batch["actions"], following)
+            parts = [frames, *(t.view(len(t), -1, *t.shape[-2:]) for t in told)]
+            frames, *moved = shifted(torch.cat(parts, 1), self.shift).split([p.shape[1] for p in parts], 1)
+            told = [m.reshape(t.shape) for m, t in zip(moved, told, strict=True)]
         optimizer.zero_grad(set_to_none=True)
-        loss, accuracy = self.loss(*inputs, batch["rewards"].long() + 1)
+        loss, accuracy = self.loss(*self.features(frames, actions, *told), batch["rewards"].long() + 1)
         loss.backward()
         if isinstance(optimizer, Adafactor):
             optimizer.step()
