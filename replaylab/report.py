@@ -105,8 +105,9 @@ def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str
             Html(
                 '<p class="note">The score is the last evaluation, never the best: normalised (0 random, 100 expert, '
                 "in Atari a human) where reference scores are known, otherwise the return. ± is the standard error. "
-                "IQM is the mean of the middle half, with its 95% bootstrap interval. Both are over seeds, each seed counted once with "
-                "its mean; where there is one seed, over its episodes, which says nothing about other seeds.</p>"
+                "IQM is the mean of the middle half, with its 95% bootstrap interval. Both are over seeds, each seed "
+                "counted once with its mean; where there is one seed, over its episodes, which says nothing about "
+                "other seeds.</p>"
             )
         )
     runs = {row["path"]: row for row in rows}.values()

@@ -50,8 +50,8 @@ def _scores(found: Comparison) -> Html:
             table(["", *found.tasks], [*_rows(found, "last"), *_published(found, ours)]),
             note(
                 f"Last checkpoint, never the best; normalised (0 random, 100 expert, in Atari a human) where reference "
-                f"scores are known, otherwise the return. Mean ± standard error over seeds (over episodes where there is one seed); "
-                f"{amount(found.entries)}. Small: seeds x episodes a seed."
+                f"scores are known, otherwise the return. Mean ± standard error over seeds (over episodes where there "
+                f"is one seed); {amount(found.entries)}. Small: seeds x episodes a seed."
             ),
             _protocols(found, ours),
             details(
