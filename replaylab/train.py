@@ -46,7 +46,7 @@ FREE_TO_CHANGE = {
     "checkpoint_minutes",
     "preset",
 }
-WORTH = 20  # seconds of work at the end of a phase that are worth a checkpoint
+WORTH = 20.0  # seconds of work at the end of a phase that are worth a checkpoint
 
 
 @dataclass
@@ -268,10 +268,13 @@ class Trainer:
             if self.done < phase.steps and not self.ended:
                 stepper = Stepper(phase, self.device, self.options.compile)
                 self._train(phase, stepper)
-                if index < len(self.phases) - 1 and time.monotonic() - self.saved > WORTH:
+                if time.monotonic() - self.saved > WORTH:
                     self._save(stepper)  # a whole phase is worth keeping
-        if stepper is not None:  # otherwise the run had finished before
-            self._evaluate(self.options.final_episodes)
+        episodes = self.options.final_episodes
+        judged = [line for line in self.folder.lines("eval.jsonl") if line["step"] == self.step]
+        if stepper is not None or not any(line["episodes"] >= episodes for line in judged):
+            self._evaluate(episodes)
+        if stepper is not None:  # otherwise all had been trained before
             self._save(stepper)
 
     def _train(self, phase: Phase, stepper: Stepper) -> None:

@@ -100,6 +100,20 @@ def test_half_and_resume_is_the_whole(log, tmp_path):
     assert last[0] == last[1]
 
 
+def test_killed_in_its_last_evaluation_only_that_is_left(log, tmp_path, monkeypatch):
+    module = sys.modules["replaylab.train"]  # the package's `train` is the function
+    settings = SMALL | {"steps": 30, "eval_every": -1, "final_episodes": 2}
+    monkeypatch.setattr(module, "WORTH", 0.0)
+    monkeypatch.setattr(module.Trainer, "_evaluate", lambda *_: exit(9))
+    with pytest.raises(SystemExit):
+        replaylab.train("bc", log, out=tmp_path / "r", **settings)
+    played, trained = [], []
+    monkeypatch.setattr(module.Trainer, "_evaluate", lambda self, episodes: played.append(episodes))
+    monkeypatch.setattr(Stepper, "run", lambda *_: trained.append(1))
+    replaylab.train("bc", log, out=tmp_path / "r", resume=True, **settings)
+    assert played == [2] and trained == [] and RunFolder(tmp_path / "r").info()["status"] == "finished"
+
+
 def test_resume_refuses_other_settings_and_fresh_runs_refuse_old_folders(log, tmp_path):
     replaylab.train("bc", log, out=tmp_path / "r", **SMALL)
     with pytest.raises(UsageError, match="batch_size was 32, now 64"):
