@@ -286,6 +286,8 @@ def evaluate(
     check_spaces(env_id, spaces)
     if targets:
         _check_targets(agent, targets)
+    if idle := [name for name in acting or {} if name in getattr(agent, "idle", ())]:
+        raise UsageError(f"{run} has no critic, so {idle[0]} changes nothing: leave it out")
     settings: dict[str, Any] = {} if seed == SEED else {"seed": seed}
     if noise is not None:
         settings["noise"] = {k: v for k, v in vars(noise).items() if v != getattr(type(noise), k, None)}

@@ -97,6 +97,9 @@ def test_stages_in_separate_runs(tmp_path):
         "diffusion-dice", log, out=tmp_path / "b", **FRONT | {"stage": "behavior", "seeds": [1, 0]}
     )
     assert RunFolder(behavior).lines("eval.jsonl")
+    with pytest.raises(UsageError, match="has no critic, so candidates changes nothing"):
+        replaylab.evaluate(behavior, episodes=1, acting={"candidates": [4]}, device="cpu")
+    assert replaylab.evaluate(behavior, episodes=1, acting={"solver_steps": [4]}, device="cpu")
     settings = FRONT | {"stage": "critic", "behavior": str(behavior), "seeds": [0, 1]}
     critic = replaylab.train("diffusion-dice", log, out=tmp_path / "c", **settings)
     one, two = weights_of(both)[0], weights_of(critic)[0]

@@ -207,6 +207,11 @@ class Agent(nn.Module):
         self.samplings: dict[tuple, Sampling] = {}
         self.data_actions: Tensor | None = None  # some, where the data has one state and can be drawn
 
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Settings of acting that a behaviour model alone has no use for."""
+        return ("guidance", "candidates", "filter", "temperature", "aggregate") if self.guide is None else ()
+
     def _networks(self) -> None:
         config, (state, action) = self.config, self.sizes
         qs = TWINS + config.ensemble
