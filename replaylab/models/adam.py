@@ -131,8 +131,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], seeds: int, limit: float)
     gradients = [gradient.view(seeds, -1) for gradient in gradients]
     norms = torch.linalg.vector_norm(torch.cat(gradients, 1), dim=1)
     if limit > 0:
+        share = _share(norms, limit)[:, None]
         for gradient in gradients:
-            gradient.mul_(_share(norms, limit)[:, None])
+            gradient.mul_(share)
     return norms
 
 
