@@ -11,7 +11,7 @@ import yaml
 from replaylab.algos import SYSTEMS, system
 from replaylab.config import add_arguments, knob, read_yaml, resolve, write_yaml
 from replaylab.errors import UsageError
-from replaylab.train import Options
+from replaylab.trainer import Options
 
 
 @dataclass
@@ -83,7 +83,7 @@ def test_every_key_is_read(name):
     source = "".join(Path(file).read_text() for file in files)
     for knob_ in fields(module.Config):
         assert f"config.{knob_.name}" in source, f"{name}: nothing reads {knob_.name}"
-    train = Path("replaylab/train.py").read_text()
+    train = "".join(Path(f"replaylab/{name}.py").read_text() for name in ("train", "trainer"))
     for knob_ in fields(Options):
         assert f"options.{knob_.name}" in train, f"nothing reads {knob_.name}"
 

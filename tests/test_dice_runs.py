@@ -18,7 +18,7 @@ from replaylab.cli import main
 from replaylab.errors import DataError, UsageError
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
-from replaylab.train import Interrupted, Trainer
+from replaylab.trainer import Interrupted, Trainer
 
 
 class Still(gymnasium.Env):

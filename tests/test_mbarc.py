@@ -23,7 +23,7 @@ from replaylab.models import dream as dreams
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
 from replaylab.tensors import load_tensors
-from replaylab.train import Options
+from replaylab.trainer import Options
 
 CPU = torch.device("cpu")
 TINY = {

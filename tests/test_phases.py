@@ -13,7 +13,7 @@ from conftest import make_episodes
 from torch import nn
 
 import replaylab
-from replaylab import algos
+from replaylab import algos, trainer
 from replaylab.algos import Phase, Spaces
 from replaylab.cli import main
 from replaylab.config import knob
@@ -21,7 +21,6 @@ from replaylab.data.sample import Store, Transitions
 from replaylab.errors import UsageError
 from replaylab.run import RunFolder
 
-train = sys.modules["replaylab.train"]  # `replaylab.train` is the function
 toy = types.ModuleType("toy")
 
 
@@ -114,20 +113,20 @@ def test_hooks_stops_and_findings(tmp_path, capsys):
 def test_a_stop_anywhere_and_a_resume_is_the_whole(tmp_path, monkeypatch, at):
     log, settings = make_episodes(), {"seeds": [0, 1], "device": "cpu", "log_every": 7}
     replaylab.train("toy", log, out=tmp_path / "whole", **settings)
-    original = train.Stepper.run
+    original = trainer.Stepper.run
     done = [0]
 
     def counted(self, start, steps):
         original(self, start, steps)
         done[0] += steps
         if done[0] >= at:
-            trainer[0].stopped = True
+            entered[0].stopped = True
 
-    trainer = []
-    enter = train.Trainer.__enter__
-    monkeypatch.setattr(train.Trainer, "__enter__", lambda self: (trainer.append(self), enter(self))[1])
-    monkeypatch.setattr(train.Stepper, "run", counted)
-    with pytest.raises(train.Interrupted):
+    entered = []
+    enter = trainer.Trainer.__enter__
+    monkeypatch.setattr(trainer.Trainer, "__enter__", lambda self: (entered.append(self), enter(self))[1])
+    monkeypatch.setattr(trainer.Stepper, "run", counted)
+    with pytest.raises(trainer.Interrupted):
         replaylab.train("toy", log, out=tmp_path / "cut", **settings)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "toy", toy)
@@ -145,7 +144,7 @@ def test_a_phase_that_had_ended_early_is_not_trained_again(tmp_path, monkeypatch
     """Killed right after the checkpoint at the end of a phase."""
     log, settings = make_episodes(), {"seeds": [0, 1], "device": "cpu", "log_every": 7}
     replaylab.train("toy", log, out=tmp_path / "whole", **settings)
-    monkeypatch.setattr(train, "WORTH", -1)
+    monkeypatch.setattr(trainer, "WORTH", -1)
     update = Agent.update
     with monkeypatch.context() as patch:
         patch.setattr(Agent, "update", lambda self, batch: 1 / 0 if "finish" in self.events else update(self, batch))

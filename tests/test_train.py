@@ -14,6 +14,7 @@ import torch
 from conftest import make_episodes
 
 import replaylab
+from replaylab import trainer
 from replaylab.algos import Spaces, bc
 from replaylab.errors import DataError, UsageError
 from replaylab.run import RunFolder
@@ -101,14 +102,13 @@ def test_half_and_resume_is_the_whole(log, tmp_path):
 
 
 def test_killed_in_its_last_evaluation_only_that_is_left(log, tmp_path, monkeypatch):
-    module = sys.modules["replaylab.train"]  # the package's `train` is the function
     settings = SMALL | {"steps": 30, "eval_every": -1, "final_episodes": 2}
-    monkeypatch.setattr(module, "WORTH", 0.0)
-    monkeypatch.setattr(module.Trainer, "_evaluate", lambda *_: exit(9))
+    monkeypatch.setattr(trainer, "WORTH", 0.0)
+    monkeypatch.setattr(trainer.Trainer, "_evaluate", lambda *_: exit(9))
     with pytest.raises(SystemExit):
         replaylab.train("bc", log, out=tmp_path / "r", **settings)
     played, trained = [], []
-    monkeypatch.setattr(module.Trainer, "_evaluate", lambda self, episodes: played.append(episodes))
+    monkeypatch.setattr(trainer.Trainer, "_evaluate", lambda self, episodes: played.append(episodes))
     monkeypatch.setattr(Stepper, "run", lambda *_: trained.append(1))
     replaylab.train("bc", log, out=tmp_path / "r", resume=True, **settings)
     assert played == [2] and trained == [] and RunFolder(tmp_path / "r").info()["status"] == "finished"

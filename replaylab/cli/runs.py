@@ -90,7 +90,7 @@ def _build_train(verbs: Any, words: Sequence[str]) -> None:
     verb = add_verb(verbs, "train", "train a system on logged data", None)
     if words[:1] != ["train"]:
         return
-    from replaylab.train import Options
+    from replaylab.trainer import Options
 
     systems = verb.add_subparsers(title="systems", required=True, metavar="SYSTEM", parser_class=Parser)
     for name in words[1:2] if words[1:2] and words[1] in SYSTEMS else SYSTEMS:

@@ -29,7 +29,7 @@ from replaylab.errors import UsageError
 from replaylab.page import duration, number
 from replaylab.published import ORIGINALS, published
 from replaylab.results import Evaluations, read_runs
-from replaylab.train import Options
+from replaylab.trainer import Options
 
 FORMAT = "replaylab-result-1"
 OPENING = """# Results

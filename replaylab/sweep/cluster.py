@@ -20,7 +20,7 @@ from replaylab.errors import UsageError, require
 from replaylab.sweep.estimate import Watch
 from replaylab.sweep.plan import Cell, Plan
 from replaylab.sweep.queue import Queue, missing
-from replaylab.train import Interrupted
+from replaylab.trainer import Interrupted
 
 RETRIES = 5  # of a task whose node or process was lost
 POLL = 0.5  # seconds

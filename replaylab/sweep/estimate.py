@@ -18,7 +18,7 @@ from replaylab.progress import Progress, duration
 from replaylab.run import RunFolder
 from replaylab.sweep.plan import Cell
 from replaylab.sweep.queue import Queue
-from replaylab.train import Options
+from replaylab.trainer import Options
 
 # Milliseconds of one update at the default sizes on hopper's shapes (mbarc: on frames): of one seed on one core of an
 # AMD EPYC, and of a cell's seeds together on an H200 (benchmarks/results, benchmarks/NOTES.md; None: not timed yet).

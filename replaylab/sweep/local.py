@@ -21,7 +21,7 @@ from replaylab.errors import UsageError
 from replaylab.sweep.estimate import Watch
 from replaylab.sweep.plan import Cell, Plan
 from replaylab.sweep.queue import Queue
-from replaylab.train import Interrupted
+from replaylab.trainer import Interrupted
 
 POLL = 0.1  # seconds
 PATIENCE = 120  # seconds a worker is given to end an evaluation and save

@@ -38,7 +38,7 @@ from replaylab.data.formats.common import check_columns
 from replaylab.data.read import FORMATS, SAMPLES, TOYS, detect
 from replaylab.errors import MissingExtra, ReplaylabError, UsageError, nearest
 from replaylab.published import dataset_name
-from replaylab.train import Options
+from replaylab.trainer import Options
 
 KEYS = (
     "name", "systems", "datasets", "environments", "seeds", "settings", "grid", "list", "budget", "split_seeds",

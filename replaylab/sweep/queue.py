@@ -30,7 +30,8 @@ from replaylab.config import write_whole
 from replaylab.errors import ReplaylabError, UsageError
 from replaylab.run import RunFolder
 from replaylab.sweep.plan import Cell, Plan
-from replaylab.train import Interrupted, train
+from replaylab.train import train
+from replaylab.trainer import Interrupted
 
 SPECIFIC = ("system", "data", "env", "preset", "settings", "seeds", "options")  # what a finished cell must share
 

@@ -1,0 +1,340 @@
+"""The training loop: phases, progress, metrics, evaluation, checkpoints, exact resume."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replaylab.algos import Phase, Spaces
+from replaylab.config import knob, write_yaml
+from replaylab.data.episodes import Episodes
+from replaylab.data.inspect import summarize
+from replaylab.data.sample import BLOCK
+from replaylab.errors import DataError, ReplaylabError, UsageError
+from replaylab.evaluate import evaluate_agent, pick_device, summary
+from replaylab.progress import Progress, duration
+from replaylab.run import RunFolder, command_line, machine
+from replaylab.step import Stepper
+from replaylab.tensors import under
+from replaylab.track import TRACKERS, open_trackers
+
+WORTH = 20.0  # seconds of work at the end of a phase that are worth a checkpoint
+
+
+@dataclass
+class Options:
+    """Training run."""
+
+    env: str | None = knob(None, "environment to evaluate in; default: the one the data names")
+    seeds: list[int] = knob([0], "trained side by side in one process")
+    device: str = knob("auto", "auto, cpu or cuda")
+    compile: str = knob(
+        "auto", "auto: one captured graph per step on CUDA; on: torch.compile too", ("auto", "on", "off")
+    )
+    deterministic: bool = knob(False, "bit-equal results on CUDA, at some cost in speed")
+    eval_every: int = knob(0, "steps between evaluations; 0: ten evaluations a run, -1: only the last")
+    eval_episodes: int = knob(10, "episodes per seed in these evaluations")
+    final_episodes: int = knob(100, "episodes per seed in the evaluation at the end")
+    log_every: int = knob(0, "steps between metric lines; 0: two hundred a run")
+    checkpoint_minutes: float = knob(2.0, "minutes between checkpoints")
+    track: list[str] = knob([], "send metrics there too", TRACKERS)
+
+
+class Interrupted(ReplaylabError):
+    """Ctrl-C or SIGTERM: the run was saved."""
+
+
+class Trainer:
+    """State of one training run between its steps."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        module: Any,
+        options: Options,
+        algorithm: Any,
+        source: Episodes | str,
+        spaces: Spaces,
+        values: dict[str, Any],
+        resume: bool = False,
+    ):
+        self.folder, self.options = folder, options
+        self.device = pick_device(options.device)
+        _set_precision(options.deterministic, self.device)
+        torch.manual_seed(options.seeds[0])
+        self.agent = module.Agent(algorithm, spaces, options.seeds, self.device)
+        self.phases: list[Phase] = self.agent.phases(source)
+        self.total = sum(phase.steps for phase in self.phases)
+        self.step = 0  # updates done, over all phases
+        self.phase = self.done = 0  # which phase, and its updates done
+        self.ended = False  # the phase stopped before its last step
+        self.findings: dict[str, Any] = {}  # of the phases that are over
+        self.notes: list[str] = []
+        self.hooked: dict[str, Tensor] = {}  # the hook's last metrics
+        self.spent = 0.0  # seconds of earlier sittings
+        self.loaded: dict[str, Tensor] = {}
+        self.loaded_count = 0
+        self.stopped = False
+        self.began = self.saved = time.monotonic()
+        if not resume:
+            folder.clear()  # only now: what was refused so far costs no old run and leaves no new one
+        self._restore()
+        self.track = open_trackers(options.track, folder.path, values)
+        write_yaml(folder.path / "config.yaml", values)
+        folder.write_info(
+            command=command_line(),
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            finished=None,
+            seconds=0.0,
+            status="running",
+            machine=machine(self.device),
+            spaces=asdict(spaces),
+            parameters=sum(p.numel() for p in self.agent.parameters()),
+            data=None if isinstance(source, str) else summarize(source),
+        )
+
+    def __enter__(self) -> Trainer:
+        def stop(signum: int, frame: FrameType | None) -> None:
+            self.stopped = True
+
+        try:
+            self.handlers = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread
+            self.handlers = {}
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        status = "finished" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
+        finished = datetime.now(UTC).isoformat(timespec="seconds")
+        with contextlib.suppress(OSError):  # a full disk has its own error
+            self.folder.write_info(status=status, finished=finished, seconds=round(self.seconds, 3))
+
+    @property
+    def seconds(self) -> float:
+        return self.spent + time.monotonic() - self.began
+
+    # --- the loop
+
+    def run(self) -> None:
+        stepper: Stepper | None = None
+        for index in range(self.phase, len(self.phases)):
+            phase = self.phases[index]
+            if index > self.phase:
+                self.phase, self.done, self.ended, self.hooked = index, 0, False, {}
+            if self.done < phase.steps and not self.ended:
+                stepper = Stepper(phase, self.device, self.options.compile)
+                self._train(phase, stepper)
+                if time.monotonic() - self.saved > WORTH:
+                    self._save(stepper)  # a whole phase is worth keeping
+        episodes = self.options.final_episodes
+        judged = [line for line in self.folder.lines("eval.jsonl") if line["step"] == self.step]
+        if stepper is not None or not any(line["episodes"] >= episodes for line in judged):
+            self._evaluate(episodes)
+        if stepper is not None:  # otherwise all had been trained before
+            self._save(stepper)
+
+    def _train(self, phase: Phase, stepper: Stepper) -> None:
+        log_every = self.options.log_every or max(1, self.total // 200)
+        eval_every, before = self._evaluations(phase)
+        stepper.sums = {k: v.to(self.device) for k, v in self.loaded.items()}
+        stepper.count, self.loaded, self.loaded_count = self.loaded_count, {}, 0
+        bar = Progress(phase.name, phase.steps, self.done)
+        if phase.begin and self.done == 0:
+            phase.begin()
+        self._tell(bar)
+        piece = 1
+        while self.done < phase.steps:
+            if phase.hook and self.done % phase.every == 0:
+                self.hooked = phase.hook(self.done) or {}
+                self._tell(bar)
+                if phase.stop and phase.stop():
+                    self.ended = True
+                    break
+            left = [phase.steps - self.done, piece, BLOCK, log_every - self.step % log_every]
+            left += [eval_every - (before + self.done) % eval_every] if eval_every > 0 else []
+            left += [phase.every - self.done % phase.every] if phase.every else []
+            began = time.monotonic()
+            stepper.run(self.done, steps := min(left))
+            self.done += steps
+            self.step += steps
+            if self.step % log_every == 0 or self.done == phase.steps:
+                self._log(phase, stepper, bar)
+            bar.update(self.done)
+            # short enough to answer Ctrl-C and show progress, long enough not to matter
+            piece = BLOCK if time.monotonic() - began < 0.25 else max(1, steps // 2)
+            if self.done == phase.steps:
+                break  # saved below, when the phase has finished
+            if self.stopped:
+                self._save(stepper)
+                bar.close()
+                raise Interrupted(f"stopped at step {self.step}; resume with the same command plus --resume")
+            if eval_every > 0 and (before + self.done) % eval_every == 0:
+                self._evaluate(self.options.eval_episodes, bar)
+            if time.monotonic() - self.saved > 60 * self.options.checkpoint_minutes:
+                self._save(stepper)
+        if stepper.count:  # the phase ended between two metric lines
+            self._log(phase, stepper, bar)
+        if phase.finish:
+            self._keep(phase.name, phase.finish() or {})
+        self._tell(bar)
+        bar.close()
+        if eval_every > 0 and (before + self.done) % eval_every == 0 and self.phase < len(self.phases) - 1:
+            self._evaluate(self.options.eval_episodes)
+
+    def _evaluations(self, phase: Phase) -> tuple[int, int]:
+        """Updates between evaluations (0: none), and the updates of earlier phases that had evaluations."""
+        if not phase.evaluates or self.options.eval_every < 0:
+            return 0, 0
+        steps = [p.steps for p in self.phases if p.evaluates]
+        before = sum(p.steps for p in self.phases[: self.phase] if p.evaluates)
+        return self.options.eval_every or max(1, sum(steps) // 10), before
+
+    def _tell(self, bar: Progress) -> None:
+        """Show what the agent has to say, each line once."""
+        said = getattr(self.agent, "notes", [])
+        new = [note for note in dict.fromkeys(said) if note not in self.notes]
+        said.clear()
+        for note in new:
+            bar.say(f"note: {note}")
+        if new:
+            self.notes += new
+            self.folder.write_info(notes=self.notes)
+
+    def _keep(self, phase: str, found: dict[str, Any]) -> None:
+        """A phase's findings go into run.json; pictures and films into files beside it."""
+        for name, value in found.items():
+            if isinstance(value, bytes):
+                self.folder.write_media(name, value)
+                found[name] = f"media/{name}"
+        if found:
+            self.findings[phase] = found
+            self.folder.write_info(findings=self.findings)
+
+    def _log(self, phase: Phase, stepper: Stepper, bar: Progress) -> None:
+        means = stepper.read() | {name: value.tolist() for name, value in self.hooked.items()}
+        lines = [
+            {"step": self.step, "phase": phase.name, "seed": seed, "seconds": round(self.seconds, 3)}
+            | {name: values[i] for name, values in means.items()}
+            for i, seed in enumerate(self.options.seeds)
+        ]
+        self.folder.append("metrics.jsonl", lines)
+        average = {name: sum(values) / len(values) for name, values in means.items()}
+        bar.update(self.done, **dict(list(average.items())[:4]))
+        self.track(self.step, {f"{phase.name}/{name}": value for name, value in average.items()})
+        self._check(stepper)
+
+    def _check(self, stepper: Stepper) -> None:
+        """Stop where something is no number any more, before it gets into a checkpoint."""
+        broken = stepper.first_broken()
+        if broken is None:
+            hooked = [name for name, value in self.hooked.items() if not value.isfinite().all()]
+            weights = [name for name, value in self.agent.named_parameters() if not value.isfinite().all()]
+            broken = next(((name, 1) for name in hooked + weights), None)
+        if broken is not None:
+            name, ago = broken
+            what = f"{name} became NaN or infinite at step {self.step - ago + 1}"
+            kept = "the checkpoint before it is kept" if self.folder.checkpoints() else "no checkpoint was made before"
+            raise DataError(f"{what}: lower the learning rate; {kept}")
+
+    def _evaluate(self, episodes: int, bar: Progress | None = None) -> None:
+        if self.options.env is None or episodes < 1:
+            return
+        self.agent.eval()
+        records = evaluate_agent(self.agent, self.options.seeds, self.options.env, episodes, device=self.device)
+        self.agent.train()
+        self.folder.append("eval.jsonl", [{"step": self.step, **record} for record in records])
+        found = summary(records)
+        self.track(self.step, {"eval/return": found["return"], f"eval/{found['score']}": found["mean"]})
+        error = "" if found["error"] is None else f" ± {found['error']:.1f}"
+        (bar.say if bar else lambda text: print(text, file=sys.stderr))(
+            f"step {self.step}: {found['env']} {found['score']} {found['mean']:.1f}{error} "
+            f"({found['seeds']} seeds x {episodes} episodes, {duration(records[0]['seconds'])})"
+        )
+
+    # --- checkpoints
+
+    def _save(self, stepper: Stepper) -> None:
+        self._check(stepper)
+        training = {"rng.cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            training["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+        training |= {f"metric.{name}": total for name, total in stepper.sums.items()}
+        training |= {f"hook.{name}": value for name, value in self.hooked.items()}
+        if hasattr(self.agent, "training_state"):
+            training |= {f"agent.{name}": value for name, value in self.agent.training_state().items()}
+        groups = {}
+        for name, optimizer in self.agent.optimizers.items():
+            state = optimizer.state_dict()
+            groups[name] = [_plain(group) for group in state["param_groups"]]
+            for index, entries in state["state"].items():
+                training |= {f"optimizer.{name}.{index}.{key}": torch.as_tensor(v) for key, v in entries.items()}
+        state = {"step": self.step, "seconds": self.seconds, "count": stepper.count, "groups": groups}
+        state |= {"phase": self.phase, "done": self.done, "ended": self.ended, "phases": self._lengths()}
+        state |= {"findings": self.findings, "notes": self.notes}
+        self.folder.save(self.step, self.agent.state_dict(), training, state)
+        self.saved = time.monotonic()
+
+    def _lengths(self) -> list[list[Any]]:
+        return [[phase.name, phase.steps] for phase in self.phases]
+
+    def _restore(self) -> None:
+        found = self.folder.load()
+        if found is None:
+            self.folder.rewind(-1)
+            return
+        weights, training, state = found
+        over, now = state["phases"][: state["phase"]], self._lengths()
+        if over != now[: state["phase"]] or [name for name, _ in state["phases"]] != [name for name, _ in now]:
+            told = ", ".join(f"{name} {steps:,}" for name, steps in state["phases"])
+            raise UsageError(f"cannot resume {self.folder.path}: what is over keeps its steps, which were {told}")
+        try:
+            self.agent.load_state_dict(weights)
+            for name, optimizer in self.agent.optimizers.items():
+                entries: dict[int, dict[str, Tensor]] = {}
+                for key, value in training.items():
+                    if key.startswith(f"optimizer.{name}."):
+                        index, field = key.removeprefix(f"optimizer.{name}.").split(".", 1)
+                        entries.setdefault(int(index), {})[field] = value
+                current = optimizer.state_dict()["param_groups"]
+                groups = [now | saved for now, saved in zip(current, state["groups"][name], strict=True)]
+                optimizer.load_state_dict({"state": entries, "param_groups": groups})
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise DataError(f"the checkpoint in {self.folder.path} does not fit this system: {error}") from error
+        if hasattr(self.agent, "load_training_state"):
+            self.agent.load_training_state(under("agent.", training))
+        torch.set_rng_state(training["rng.cpu"])
+        if self.device.type == "cuda" and "rng.cuda" in training:
+            torch.cuda.set_rng_state(training["rng.cuda"], self.device)
+        self.loaded, self.loaded_count = under("metric.", training), state["count"]
+        self.hooked = under("hook.", training)
+        self.step, self.spent = state["step"], state["seconds"]
+        self.phase, self.done, self.ended = state["phase"], state["done"], state["ended"]
+        self.findings, self.notes = state["findings"], state["notes"]
+        self.folder.rewind(self.step)
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """What of an optimiser's group JSON can hold; the rest is rebuilt from the configuration."""
+    return {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, list, tuple)) and k != "params"}
+
+
+def _set_precision(deterministic: bool, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.set_float32_matmul_precision("high")  # TF32
