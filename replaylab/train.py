@@ -87,6 +87,9 @@ def train(
                 print(f"note: --preset {preset}, since none was named", file=sys.stderr)
                 layers[0] = (f"preset {preset}", module.PRESETS[preset])
                 options, algorithm = resolve([Options, module.Config], [*layers, ("data", {"env": options.env})])
+    if not resume and hasattr(module, "needs"):
+        for path in module.needs(algorithm):
+            RunFolder(path).require()
     values = {"system": system_name, "data": paths, "data_options": data_options or {}, "preset": preset}
     values |= asdict(options) | asdict(algorithm)
     folder = RunFolder(out or Path("runs") / f"{system_name}-{_name(source, paths)}")

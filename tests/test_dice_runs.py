@@ -15,7 +15,7 @@ import replaylab
 from replaylab import results
 from replaylab.algos import diffusion_dice as dice
 from replaylab.cli import main
-from replaylab.errors import DataError, UsageError
+from replaylab.errors import DataError, ReplaylabError, UsageError
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
 from replaylab.trainer import Interrupted, Trainer
@@ -147,6 +147,8 @@ def test_what_is_refused_costs_no_run(tmp_path):
     settings = FRONT | {"stage": "critic", "behavior": str(run), "behavior_width": 32, "overwrite": True}
     with pytest.raises(UsageError, match="another width"):
         replaylab.train("diffusion-dice", log, out=run, **settings)
+    with pytest.raises(ReplaylabError, match="nowhere"):
+        replaylab.train("diffusion-dice", log, out=run, **settings | {"behavior": str(tmp_path / "nowhere")})
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
     with pytest.raises(UsageError, match="another width"):
         replaylab.train("diffusion-dice", log, out=tmp_path / "new", **settings)

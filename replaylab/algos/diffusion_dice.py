@@ -168,6 +168,11 @@ def usual_preset(episodes: Episodes) -> str | None:
     return "toy" if "toy-bandit" in name_of(episodes) else None
 
 
+def needs(config: Config) -> list[str]:
+    """Run folders that a run cannot begin without; one that is resumed can."""
+    return [] if config.behavior is None else [config.behavior]
+
+
 def usual_guidance(name: str) -> float:
     """The original's table; 4 for what it does not list."""
     if "maze" in name:
