@@ -98,7 +98,7 @@ def test_wrong_settings_are_told_in_one_line():
         make_agent(seeds=(0, 1))
     with pytest.raises(UsageError, match="56 real steps are planned, the budget is 50"):
         make_agent(budget=50)
-    for name in ("epochs", "games", "world_steps", "world_batch", "rollout", "near", "agents", "ppo_minibatch"):
+    for name in ("epochs", "games", "world_steps", "world_batch", "world_rollout", "rollout", "near"):
         with pytest.raises(UsageError, match=f"{name} must be at least 1, not 0"):
             make_agent(**{name: 0})
     with pytest.raises(UsageError, match="held_out must be 0 to 0"):
@@ -141,7 +141,7 @@ def test_out_of_memory_names_the_setting(monkeypatch):
 
 
 def test_sequences_are_walked_along_and_redrawn_at_their_end(monkeypatch):
-    agent, env_id = make_agent(random_steps=100, rollout=5)
+    agent, env_id = make_agent(random_steps=100, world_rollout=5)
     phase = agent.phases(env_id)[0]
     phase.begin()
     batches = []
@@ -165,8 +165,19 @@ def test_sequences_are_walked_along_and_redrawn_at_their_end(monkeypatch):
     assert torch.equal(batches[3]["next_frames"], agent.replay.next_frames(rows[3]))
 
 
+def test_the_world_model_learns_from_true_frames(monkeypatch):
+    agent, env_id = make_agent(random_steps=100)
+    phase, batches = agent.phases(env_id)[0], []
+    phase.begin()
+    monkeypatch.setattr(agent.world_trainer, "update", lambda batch: batches.append(batch) or {})
+    for _ in range(6):
+        phase.update({})
+    assert all(batch["first"].all() for batch in batches)
+    assert phase.hook is not None and config_of("paper").world_rollout == 50 and not config_of("paper").world_average
+
+
 def test_too_short_games_are_explained_not_waited_for():
-    agent, env_id = make_agent(rollout=30, games=2, fidelity="original")
+    agent, env_id = make_agent(world_rollout=30, games=2, fidelity="original")
     agent.phases(env_id)[0].begin()  # 20 steps of each game
     assert "no game went on for 30 steps" in agent.notes[0] and "have 20 at most" in agent.notes[0]
     assert agent.longest == 20

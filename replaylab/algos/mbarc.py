@@ -30,7 +30,7 @@ from replaylab.errors import DataError, UsageError, require
 from replaylab.models import reward
 from replaylab.models.dream import MOST_HELD, Dream, exciting_scene, film, hold_out, judge, real
 from replaylab.models.world import World, WorldShape, refresh, snapshot
-from replaylab.models.world_training import RewardTrainer, WorldTrainer, memory
+from replaylab.models.world_training import AVERAGED, RewardTrainer, WorldTrainer, memory
 from replaylab.step import Graph
 from replaylab.tensors import under
 
@@ -65,9 +65,10 @@ class Config(ppo.Config):
     world_steps: int = knob(2500, "updates of the world model an epoch")
     world_first: int = knob(3, "times as many in the first epoch")
     world_batch: int = knob(16, "sequences the world model is trained on side by side")
-    rollout: int = knob(50, "steps of a sequence, and of a dream")
+    world_rollout: int = knob(1, "steps it goes along a sequence on its own frames; 1: it always learns from true ones")
+    world_average: float = knob(0.998, "decay of a mean of its weights, which each phase ends with; 0: the last ones")
     input_noise: float = knob(0.05, "share of pixels replaced by the median")
-    sampling_decay: int = knob(3700, "updates until the world model sees only its own frames")
+    sampling_decay: int = knob(3700, "updates until bits, and frames along a sequence, are its own")
     world_grad_clip: float = knob(1.0, "largest norm of the gradients of world and reward model")
     # the reward model
     reward_head: str = knob(
@@ -87,6 +88,7 @@ class Config(ppo.Config):
     )
     # the policy
     agents: int = knob(64, "dreams side by side")
+    rollout: int = knob(50, "steps of a dream")
     from_start: int = knob(4, "of them from the start of a game, the others from anywhere")
     ppo_updates: int = knob(130, "dream-and-learn rounds an epoch")
     doubled: list[int] = knob([7, 11], "epochs with twice as many")
@@ -99,9 +101,9 @@ class Config(ppo.Config):
 PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"eval_every": -1, "final_episodes": 30},
     "paper": {
-        "games": 1, "world_steps": 15_000, "world_batch": 4, "sampling_decay": 22_250, "agents": 16, "from_start": 1,
-        "ppo_updates": 1000, "ppo_lr": 1e-4, "ppo_minibatch": 160, "eval_every": -1, "final_episodes": 100,
-        "reward_head": "mbarc", "strict_budget": False,
+        "games": 1, "world_steps": 15_000, "world_batch": 4, "world_rollout": 50, "world_average": 0.0,
+        "sampling_decay": 22_250, "agents": 16, "from_start": 1, "ppo_updates": 1000, "ppo_lr": 1e-4,
+        "ppo_minibatch": 160, "eval_every": -1, "final_episodes": 100, "reward_head": "mbarc", "strict_budget": False,
     },
     "small": {
         "epochs": 5, "random_steps": 3200, "collect_steps": 3200, "hidden": 32, "world_steps": 1000, "world_first": 2,
@@ -203,7 +205,7 @@ class Agent(nn.Module):
             self.__dict__["copy"] = snapshot(self.world)  # for dreams; no part of what is saved
         self.world_trainer = WorldTrainer(
             self.world, online=config.strategy == "online", noise=config.input_noise, decay=config.sampling_decay,
-            rollout=config.rollout, max_norm=config.world_grad_clip,
+            rollout=config.world_rollout, max_norm=config.world_grad_clip, average=config.world_average,
         )  # fmt: skip
         self.reward_trainer = RewardTrainer(
             self.world, trunk=self.copy, focal=config.focal, max_norm=config.world_grad_clip,
@@ -249,7 +251,8 @@ class Agent(nn.Module):
         for epoch, steps in enumerate(plan(config)):
             found += [
                 Phase("world", steps["world"], Numbers(), self.update_world, evaluates=False,
-                      begin=self._begins_world(epoch), finish=lambda: self._finished("world")),
+                      begin=self._begins_world(epoch), every=AVERAGED, hook=self.world_trainer.follow,
+                      finish=self.finish_world),
                 Phase("reward", steps["reward"], Numbers(), self.update_reward, evaluates=False,
                       begin=self.begin_reward, finish=lambda: self._finished("reward")),
                 Phase("policy", steps["policy"], Numbers(), self.update_policy,
@@ -303,13 +306,12 @@ class Agent(nn.Module):
         we take what there is up to the end, so that ends are learnt."""
         config = self.config
         self.replay.ahead[torch.as_tensor(self._steps(held=True), device=self.device)] = 0  # no window begins there
-        starts, self.longest = self.replay.windows(config.rollout, terminals=not self.original)
+        starts, self.longest = self.replay.windows(config.world_rollout, terminals=not self.original)
         if self.longest == 0:
             raise DataError("nothing was collected that a world model could be trained on")
-        if self.longest < config.rollout:
-            self.notes.append(
-                f"no game went on for {config.rollout} steps: the world model's sequences have {self.longest} at most"
-            )
+        if self.longest < config.world_rollout:
+            wanted = f"no game went on for {config.world_rollout} steps"
+            self.notes.append(f"{wanted}: the world model's sequences have {self.longest} at most")
         self.windows.fill(starts if self.original else self._steps())
 
     def _begin_walk(self) -> None:
@@ -336,6 +338,10 @@ class Agent(nn.Module):
         walk["limit"].masked_fill_(first, self.longest)
         self.trained += 1
         return found
+
+    def finish_world(self) -> dict[str, Any]:
+        self.world_trainer.settle()
+        return self._finished("world")
 
     # --- the reward model
 
@@ -442,8 +448,8 @@ class Agent(nn.Module):
 
 def _check(config: Config) -> None:
     """What would otherwise fail only hours later."""
-    for name in ("epochs", "games", "world_steps", "world_first", "world_batch", "rollout", "reward_batch", "near",
-                 "agents", "ppo_epochs", "ppo_minibatch"):  # fmt: skip
+    for name in ("epochs", "games", "world_steps", "world_first", "world_batch", "world_rollout", "rollout",
+                 "reward_batch", "near", "agents", "ppo_epochs", "ppo_minibatch"):  # fmt: skip
         if getattr(config, name) < 1:
             raise UsageError(f"{name} must be at least 1, not {getattr(config, name)}")
     for name in ("world_grad_clip", "temperature", "ppo_lr"):
@@ -461,7 +467,7 @@ def _check(config: Config) -> None:
     for name, low, high in (
         ("shrink", 1, 2), ("from_start", 0, config.agents), ("held_out", 0, MOST_HELD), ("input_noise", 0, 1),
         ("gamma", 0, 1), ("gae_lambda", 0, 1), ("eval_temperature", 0, math.inf), ("reward_steps", 0, math.inf),
-        ("reward_shift", 0, 20),
+        ("reward_shift", 0, 20), ("world_average", 0, 0.9999),
     ):  # fmt: skip
         if not low <= getattr(config, name) <= high:
             raise UsageError(f"{name} must be {low} to {high}, not {getattr(config, name)}")

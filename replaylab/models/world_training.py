@@ -20,7 +20,9 @@ from replaylab.models.adafactor import Adafactor
 from replaylab.models.adam import adam, clipped_step
 from replaylab.models.reward import focal_loss, focal_weights
 from replaylab.models.world import World
+from replaylab.tensors import under
 
+AVERAGED = 10  # updates from one weight in a running mean of weights to the next
 FRAMES_LR, FRAMES_DECAY = 5e-4, 0.01  # AdamW's, for a reward head that reads frames
 
 
@@ -86,9 +88,11 @@ class WorldTrainer:
         decay: int = 22_250,
         rollout: int = 50,
         max_norm: float = 1.0,
+        average: float = 0.0,  # decay of a running mean of the weights, for an update; 0: none
         compile: bool | None = None,
     ):
         self.world, self.online, self.noise, self.decay, self.rollout = world, online, noise, decay, rollout
+        self.average, self.means = average, list[Tensor]()
         self.device = world.embed.weight.device
         compile = self.device.type == "cuda" if compile is None else compile
         # the reward head stands still unless `online`: it then has no gradient here
@@ -100,6 +104,28 @@ class WorldTrainer:
         self.done = torch.zeros((), device=self.device)  # updates so far
         self.context: Tensor | None = None  # what the model sees: true and own frames
         self.class_weights: Tensor | None = None
+
+    def _averaged(self) -> list[Tensor]:
+        """The weights that learn here."""
+        named = self.world.named_parameters()
+        return [p.detach() for name, p in named if self.online or not name.startswith("reward.")]
+
+    def follow(self, k: int) -> None:
+        """Before update k of a phase, a multiple of AVERAGED: move the mean of the weights towards them. At first it
+        follows closely, so that it soon forgets where they came from."""
+        if not self.average:
+            return
+        weights, n = self._averaged(), k // AVERAGED
+        if n == 0:
+            self.means = [w.clone() for w in weights]
+        torch._foreach_lerp_(self.means, weights, max(1 - self.average**AVERAGED, 4 / (n + 4)))
+
+    def settle(self) -> None:
+        """The end of a phase: the mean takes the place of the weights. An Adafactor of constant pace never comes to
+        rest, and what it does in its last updates would be the world for all dreams."""
+        if self.means:
+            torch._foreach_copy_(self._averaged(), self.means)
+        self.means = []
 
     def use_focal_loss(self, counts: Tensor) -> None:
         """Counts of rewards -1, 0, 1 so far: from now on weigh the online reward loss by them."""
@@ -173,12 +199,15 @@ class WorldTrainer:
     def training_state(self) -> dict[str, Tensor]:
         context = {} if self.context is None else {"context": self.context}
         weights = {} if self.class_weights is None else {"class_weights": self.class_weights}
-        return {"done": self.done, **context, **weights}
+        means = {f"means.{i}": mean for i, mean in enumerate(self.means)}
+        return {"done": self.done, **context, **weights, **means}
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         self.done.copy_(state["done"])
         for name in ("context", "class_weights"):
             setattr(self, name, state[name].to(self.device) if name in state else None)
+        kept = under("means.", state)
+        self.means = [kept[str(i)].to(self.device) for i in range(len(kept))]
 
 
 class RewardTrainer:
