@@ -173,7 +173,7 @@ def test_the_world_model_learns_from_true_frames(monkeypatch):
     for _ in range(6):
         phase.update({})
     assert all(batch["first"].all() for batch in batches)
-    assert phase.hook is not None and config_of("paper").world_rollout == 50 and not config_of("paper").world_average
+    assert phase.hook is not None and config_of("paper").world_rollout == 50 and not config_of("paper").average
 
 
 def test_too_short_games_are_explained_not_waited_for():

@@ -117,18 +117,18 @@ def test_a_phase_ends_with_the_mean_of_its_weights():
     trainer, before = WorldTrainer(world, average=0.998), {k: v.clone() for k, v in world.named_parameters()}
     expected = {name: p.detach().double().clone() for name, p in world.named_parameters()}
     for n in range(4):
-        trainer.follow(AVERAGED * n)
+        trainer.mean.follow(AVERAGED * n)
         for name, p in world.named_parameters():
             expected[name] += max(1 - 0.998**AVERAGED, 4 / (n + 4)) * (p.detach() - expected[name])
-            p.data.add_(n + 1.0)
+            p.data = p.data + (n + 1.0)  # as an optimiser that keeps its weights elsewhere
     moved = {name: p.detach().clone() for name, p in world.named_parameters()}
-    trainer.settle()
+    trainer.mean.settle()
     for name, p in world.named_parameters():  # the reward head learns elsewhere
         torch.testing.assert_close(p.detach(), moved[name] if name.startswith("reward.") else expected[name].float())
-    assert not trainer.means and "means.0" not in trainer.training_state()
+    assert not trainer.mean.means and "means.0" not in trainer.training_state()
     trainer = WorldTrainer(world)  # without a mean nothing is changed
-    trainer.follow(0)
-    trainer.settle()
+    trainer.mean.follow(0)
+    trainer.mean.settle()
     assert all(torch.equal(p, moved[k]) for k, p in world.named_parameters() if k.startswith("reward."))
     assert all(not torch.equal(p, before[k]) for k, p in world.named_parameters())
 
@@ -136,11 +136,16 @@ def test_a_phase_ends_with_the_mean_of_its_weights():
 def test_resume_is_exact(tmp_path):
     def build():
         world = tiny()
-        return world, WorldTrainer(world, decay=6, rollout=2, average=0.9), RewardTrainer(world, focal=True)
+        return (
+            world,
+            WorldTrainer(world, decay=6, rollout=2, average=0.9),
+            RewardTrainer(world, focal=True, average=0.9),
+        )
 
     def train(trainers, updates):
         for i in updates:
-            trainers[1].follow(AVERAGED * i)
+            trainers[1].mean.follow(AVERAGED * i)
+            trainers[2].mean.follow(AVERAGED * i)
             batch = make_batch(tiny(), seed=i) | {"first": torch.tensor([i % 2 == 0] * 4)}
             trainers[1].update(batch)
             trainers[2].update(batch)
@@ -177,8 +182,9 @@ def test_resume_is_exact(tmp_path):
         optimizer.load_state_dict({"state": entries, "param_groups": merged})
     torch.set_rng_state(found["rng"])
     train(again, range(3, 5))
-    for _, trainer, _ in (whole, again):
-        trainer.settle()
+    for _, *trainers in (whole, again):
+        for trainer in trainers:
+            trainer.mean.settle()
     for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True):
         assert torch.equal(a, b)
     assert torch.equal(whole[1].context, again[1].context)

@@ -66,7 +66,9 @@ class Config(ppo.Config):
     world_first: int = knob(3, "times as many in the first epoch")
     world_batch: int = knob(16, "sequences the world model is trained on side by side")
     world_rollout: int = knob(1, "steps it goes along a sequence on its own frames; 1: it always learns from true ones")
-    world_average: float = knob(0.998, "decay of a mean of its weights, which each phase ends with; 0: the last ones")
+    average: float = knob(
+        0.998, "decay of a mean of its and the reward model's weights, which a phase ends with; 0: none"
+    )
     input_noise: float = knob(0.05, "share of pixels replaced by the median")
     sampling_decay: int = knob(3700, "updates until bits, and frames along a sequence, are its own")
     world_grad_clip: float = knob(1.0, "largest norm of the gradients of world and reward model")
@@ -101,7 +103,7 @@ class Config(ppo.Config):
 PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"eval_every": -1, "final_episodes": 30},
     "paper": {
-        "games": 1, "world_steps": 15_000, "world_batch": 4, "world_rollout": 50, "world_average": 0.0,
+        "games": 1, "world_steps": 15_000, "world_batch": 4, "world_rollout": 50, "average": 0.0,
         "sampling_decay": 22_250, "agents": 16, "from_start": 1, "ppo_updates": 1000, "ppo_lr": 1e-4,
         "ppo_minibatch": 160, "eval_every": -1, "final_episodes": 100, "reward_head": "mbarc", "strict_budget": False,
     },
@@ -205,11 +207,11 @@ class Agent(nn.Module):
             self.__dict__["copy"] = snapshot(self.world)  # for dreams; no part of what is saved
         self.world_trainer = WorldTrainer(
             self.world, online=config.strategy == "online", noise=config.input_noise, decay=config.sampling_decay,
-            rollout=config.world_rollout, max_norm=config.world_grad_clip, average=config.world_average,
+            rollout=config.world_rollout, max_norm=config.world_grad_clip, average=config.average,
         )  # fmt: skip
         self.reward_trainer = RewardTrainer(
             self.world, trunk=self.copy, focal=config.focal, max_norm=config.world_grad_clip,
-            shift=0 if self.original else config.reward_shift,
+            shift=0 if self.original else config.reward_shift, average=config.average,
         )  # fmt: skip
         self.optimizers = {"policy": self.ppo.optimizer} | self.world_trainer.optimizers
         self.optimizers |= self.reward_trainer.optimizers
@@ -251,10 +253,11 @@ class Agent(nn.Module):
         for epoch, steps in enumerate(plan(config)):
             found += [
                 Phase("world", steps["world"], Numbers(), self.update_world, evaluates=False,
-                      begin=self._begins_world(epoch), every=AVERAGED, hook=self.world_trainer.follow,
+                      begin=self._begins_world(epoch), every=AVERAGED, hook=self.world_trainer.mean.follow,
                       finish=self.finish_world),
                 Phase("reward", steps["reward"], Numbers(), self.update_reward, evaluates=False,
-                      begin=self.begin_reward, finish=lambda: self._finished("reward")),
+                      begin=self.begin_reward, every=AVERAGED, hook=self.reward_trainer.mean.follow,
+                      finish=self.finish_reward),
                 Phase("policy", steps["policy"], Numbers(), self.update_policy,
                       begin=self.begin_policy, every=1, hook=self.play, finish=self.finish_policy),
             ]  # fmt: skip
@@ -340,7 +343,7 @@ class Agent(nn.Module):
         return found
 
     def finish_world(self) -> dict[str, Any]:
-        self.world_trainer.settle()
+        self.world_trainer.mean.settle()
         return self._finished("world")
 
     # --- the reward model
@@ -362,6 +365,10 @@ class Agent(nn.Module):
         rows = self.shown.index_select(0, batch["step"])[0]
         with memory("the reward model", "reward-batch", "hidden"):
             return self.reward_trainer.update(real(self.world, self.replay, rows))
+
+    def finish_reward(self) -> dict[str, Any]:
+        self.reward_trainer.mean.settle()
+        return self._finished("reward")
 
     # --- the policy
 
@@ -467,7 +474,7 @@ def _check(config: Config) -> None:
     for name, low, high in (
         ("shrink", 1, 2), ("from_start", 0, config.agents), ("held_out", 0, MOST_HELD), ("input_noise", 0, 1),
         ("gamma", 0, 1), ("gae_lambda", 0, 1), ("eval_temperature", 0, math.inf), ("reward_steps", 0, math.inf),
-        ("reward_shift", 0, 20), ("world_average", 0, 0.9999),
+        ("reward_shift", 0, 20), ("average", 0, 0.9999),
     ):  # fmt: skip
         if not low <= getattr(config, name) <= high:
             raise UsageError(f"{name} must be {low} to {high}, not {getattr(config, name)}")

@@ -7,7 +7,7 @@ maps that a frozen trunk made. On CUDA both compile what they compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -74,6 +74,38 @@ def shifted(frames: Tensor, most: int) -> Tensor:
     )
 
 
+class RunningMean:
+    """A mean of the weights along a phase, which the phase ends with. At a constant pace weights never come to rest,
+    and what the last updates did to them would be the world of all dreams."""
+
+    def __init__(self, weights: Iterable[Tensor], decay: float):
+        self.weights, self.decay = list(weights), decay  # decay: for an update; 0: no mean
+        self.means: list[Tensor] = []
+
+    def _now(self) -> list[Tensor]:
+        return [w.detach() for w in self.weights]  # asked anew: an optimiser may have moved them
+
+    def follow(self, k: int) -> None:
+        """Before update k of a phase, a multiple of AVERAGED. At first it follows closely, so that it soon forgets
+        where the weights came from."""
+        if self.decay:
+            n = k // AVERAGED
+            self.means = self.means if n else [w.clone() for w in self._now()]
+            torch._foreach_lerp_(self.means, self._now(), max(1 - self.decay**AVERAGED, 4 / (n + 4)))
+
+    def settle(self) -> None:
+        if self.means:
+            torch._foreach_copy_(self._now(), self.means)
+        self.means = []
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"means.{i}": mean for i, mean in enumerate(self.means)}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        kept = under("means.", state)
+        self.means = [kept[str(i)].to(w.device) for i, w in zip(range(len(kept)), self.weights, strict=False)]
+
+
 class WorldTrainer:
     """Batches hold `frames` (batch, stack, h, w), `actions`, `next_frames`, `values` (NaN: unknown), `continues`,
     `rewards`, and `first`: (batch,) booleans, true where a sequence begins and the real frames are taken up.
@@ -88,11 +120,12 @@ class WorldTrainer:
         decay: int = 22_250,
         rollout: int = 50,
         max_norm: float = 1.0,
-        average: float = 0.0,  # decay of a running mean of the weights, for an update; 0: none
+        average: float = 0.0,
         compile: bool | None = None,
     ):
         self.world, self.online, self.noise, self.decay, self.rollout = world, online, noise, decay, rollout
-        self.average, self.means = average, list[Tensor]()
+        learns = (p for name, p in world.named_parameters() if online or not name.startswith("reward."))
+        self.mean = RunningMean(learns, average)
         self.device = world.embed.weight.device
         compile = self.device.type == "cuda" if compile is None else compile
         # the reward head stands still unless `online`: it then has no gradient here
@@ -104,28 +137,6 @@ class WorldTrainer:
         self.done = torch.zeros((), device=self.device)  # updates so far
         self.context: Tensor | None = None  # what the model sees: true and own frames
         self.class_weights: Tensor | None = None
-
-    def _averaged(self) -> list[Tensor]:
-        """The weights that learn here."""
-        named = self.world.named_parameters()
-        return [p.detach() for name, p in named if self.online or not name.startswith("reward.")]
-
-    def follow(self, k: int) -> None:
-        """Before update k of a phase, a multiple of AVERAGED: move the mean of the weights towards them. At first it
-        follows closely, so that it soon forgets where they came from."""
-        if not self.average:
-            return
-        weights, n = self._averaged(), k // AVERAGED
-        if n == 0:
-            self.means = [w.clone() for w in weights]
-        torch._foreach_lerp_(self.means, weights, max(1 - self.average**AVERAGED, 4 / (n + 4)))
-
-    def settle(self) -> None:
-        """The end of a phase: the mean takes the place of the weights. An Adafactor of constant pace never comes to
-        rest, and what it does in its last updates would be the world for all dreams."""
-        if self.means:
-            torch._foreach_copy_(self._averaged(), self.means)
-        self.means = []
 
     def use_focal_loss(self, counts: Tensor) -> None:
         """Counts of rewards -1, 0, 1 so far: from now on weigh the online reward loss by them."""
@@ -199,15 +210,13 @@ class WorldTrainer:
     def training_state(self) -> dict[str, Tensor]:
         context = {} if self.context is None else {"context": self.context}
         weights = {} if self.class_weights is None else {"class_weights": self.class_weights}
-        means = {f"means.{i}": mean for i, mean in enumerate(self.means)}
-        return {"done": self.done, **context, **weights, **means}
+        return {"done": self.done, **context, **weights, **self.mean.state()}
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         self.done.copy_(state["done"])
         for name in ("context", "class_weights"):
             setattr(self, name, state[name].to(self.device) if name in state else None)
-        kept = under("means.", state)
-        self.means = [kept[str(i)].to(self.device) for i in range(len(kept))]
+        self.mean.load_state(state)
 
 
 class RewardTrainer:
@@ -223,6 +232,7 @@ class RewardTrainer:
         focal: bool = False,
         shift: int = 0,  # pixels that frames are moved by, at random
         max_norm: float = 1.0,
+        average: float = 0.0,
         compile: bool | None = None,
     ):
         self.world, self.device, self.focal, self.shift = world, world.embed.weight.device, focal, shift
@@ -231,6 +241,7 @@ class RewardTrainer:
         self.features, self.tell = fused(trunk.reward_features, compile), fused(trunk.tell, compile)
         self.loss = fused(self._loss, compile)
         parameters, self.max_norm = list(world.reward.parameters()), max_norm
+        self.mean = RunningMean(parameters, average)
         self.reads_frames = world.shape.reward_head == "frames"
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             "reward": adam(parameters, FRAMES_LR, weight_decay=FRAMES_DECAY)
@@ -265,7 +276,8 @@ class RewardTrainer:
         return {"loss": loss.detach().view(1), "accuracy": accuracy.view(1)}
 
     def training_state(self) -> dict[str, Tensor]:
-        return {"class_weights": self.class_weights}
+        return {"class_weights": self.class_weights, **self.mean.state()}
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         self.class_weights.copy_(state["class_weights"])
+        self.mean.load_state(state)
