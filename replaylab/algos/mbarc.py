@@ -90,8 +90,8 @@ class Config(ppo.Config):
     )
     # the policy
     agents: int = knob(64, "dreams side by side")
-    rollout: int = knob(50, "steps of a dream")
     from_start: int = knob(4, "of them from the start of a game, the others from anywhere")
+    rollout: int = knob(50, "steps of a dream")
     ppo_updates: int = knob(130, "dream-and-learn rounds an epoch")
     doubled: list[int] = knob([7, 11], "epochs with twice as many")
     tripled: list[int] = knob([14], "epochs with three times as many")

@@ -102,8 +102,8 @@ class RunningMean:
         return {f"means.{i}": mean for i, mean in enumerate(self.means)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        kept = under("means.", state)
-        self.means = [kept[str(i)].to(w.device) for i, w in zip(range(len(kept)), self.weights, strict=False)]
+        kept, device = under("means.", state), self.weights[0].device
+        self.means = [kept[str(i)].to(device) for i in range(len(kept))]
 
 
 class WorldTrainer:
