@@ -131,7 +131,7 @@ def test_out_of_memory_names_the_setting(monkeypatch):
     def burst(*args):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(agent.world_trainer, "update", burst)
+    monkeypatch.setattr(agent.world_trainer, "update_teacher", burst)
     world.begin()
     with pytest.raises(UsageError, match="world model: lower --world-batch or --hidden"):
         world.update({"step": torch.tensor([0])})
@@ -169,10 +169,10 @@ def test_the_world_model_learns_from_true_frames(monkeypatch):
     agent, env_id = make_agent(random_steps=100)
     phase, batches = agent.phases(env_id)[0], []
     phase.begin()
-    monkeypatch.setattr(agent.world_trainer, "update", lambda batch: batches.append(batch) or {})
+    monkeypatch.setattr(agent.world_trainer, "update_teacher", lambda batch: batches.append(batch) or {})
     for _ in range(6):
         phase.update({})
-    assert all(batch["first"].all() for batch in batches)
+    assert len(batches) == 6 and all(batch["first"].all() for batch in batches)
     assert phase.hook is not None and config_of("paper").world_rollout == 50 and not config_of("paper").average
 
 
@@ -223,6 +223,7 @@ def test_held_out_episodes_never_train(monkeypatch, settings):
     monkeypatch.setattr(mbarc, "judge", judging)
     for trainer in (agent.world_trainer, agent.reward_trainer):
         monkeypatch.setattr(trainer, "update", update)
+    monkeypatch.setattr(agent.world_trainer, "update_teacher", update)
     before = []
     for phase in agent.phases(env_id):
         if phase.name == "policy":

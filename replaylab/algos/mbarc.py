@@ -254,10 +254,10 @@ class Agent(nn.Module):
             found += [
                 Phase("world", steps["world"], Numbers(), self.update_world, evaluates=False,
                       begin=self._begins_world(epoch), every=AVERAGED, hook=self.world_trainer.mean.follow,
-                      finish=self.finish_world),
+                      finish=lambda: self._finished("world")),
                 Phase("reward", steps["reward"], Numbers(), self.update_reward, evaluates=False,
                       begin=self.begin_reward, every=AVERAGED, hook=self.reward_trainer.mean.follow,
-                      finish=self.finish_reward),
+                      finish=lambda: self._finished("reward")),
                 Phase("policy", steps["policy"], Numbers(), self.update_policy,
                       begin=self.begin_policy, every=1, hook=self.play, finish=self.finish_policy),
             ]  # fmt: skip
@@ -335,16 +335,14 @@ class Agent(nn.Module):
         rows = torch.where(first, drawn, walk["rows"])
         left = torch.where(first, torch.minimum(walk["limit"], replay.ahead[drawn]), walk["left"])
         with memory("the world model", "world-batch", "hidden"):
-            found = self.world_trainer.update(real(self.world, self.replay, rows) | {"first": first})
+            batch = real(self.world, self.replay, rows) | {"first": first}
+            trainer = self.world_trainer
+            found = trainer.update_teacher(batch) if self.longest == 1 else trainer.update(batch)
         walk["rows"].copy_(rows + 1)
         walk["left"].copy_(left - 1)
         walk["limit"].masked_fill_(first, self.longest)
         self.trained += 1
         return found
-
-    def finish_world(self) -> dict[str, Any]:
-        self.world_trainer.mean.settle()
-        return self._finished("world")
 
     # --- the reward model
 
@@ -365,10 +363,6 @@ class Agent(nn.Module):
         rows = self.shown.index_select(0, batch["step"])[0]
         with memory("the reward model", "reward-batch", "hidden"):
             return self.reward_trainer.update(real(self.world, self.replay, rows))
-
-    def finish_reward(self) -> dict[str, Any]:
-        self.reward_trainer.mean.settle()
-        return self._finished("reward")
 
     # --- the policy
 
@@ -407,6 +401,8 @@ class Agent(nn.Module):
     def _finished(self, phase: str) -> dict[str, Any]:
         """A phase's findings: one entry an epoch."""
         found: dict[str, Any] = {"seconds": round(time.monotonic() - self.clock, 3)}
+        if phase != "policy":
+            (self.world_trainer if phase == "world" else self.reward_trainer).mean.settle()
         if phase != "policy" and len(rows := self._steps(held=True)):
             refresh(self.copy, self.world)
             found["held_out"] = {"episodes": self.held.tolist()} | judge(self.copy, self.replay, rows, self.dream.pay)
