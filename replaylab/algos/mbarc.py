@@ -64,6 +64,7 @@ class Config(ppo.Config):
     continue_head: bool = knob(True, "learn when a game is over, so that dreams end too")
     world_steps: int = knob(2500, "updates of the world model an epoch")
     world_first: int = knob(3, "times as many in the first epoch")
+    world_lr: float = knob(3e-4, "AdamW's learning rate of the world model; 0: Adafactor, as the original")
     world_batch: int = knob(16, "sequences the world model is trained on side by side")
     world_rollout: int = knob(1, "steps it goes along a sequence on its own frames; 1: it always learns from true ones")
     average: float = knob(
@@ -103,20 +104,21 @@ class Config(ppo.Config):
 PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"eval_every": -1, "final_episodes": 30},
     "paper": {
-        "games": 1, "world_steps": 15_000, "world_batch": 4, "world_rollout": 50, "average": 0.0,
+        "games": 1, "world_steps": 15_000, "world_batch": 4, "world_lr": 0.0, "world_rollout": 50, "average": 0.0,
         "sampling_decay": 22_250, "agents": 16, "from_start": 1, "ppo_updates": 1000, "ppo_lr": 1e-4,
         "ppo_minibatch": 160, "eval_every": -1, "final_episodes": 100, "reward_head": "mbarc", "strict_budget": False,
     },
     "small": {
         "epochs": 5, "random_steps": 3200, "collect_steps": 3200, "hidden": 32, "world_steps": 1000, "world_first": 2,
-        "sampling_decay": 1000, "reward_steps": 300, "agents": 32, "from_start": 2, "ppo_updates": 60,
+        "world_lr": 1e-3, "sampling_decay": 1000, "reward_steps": 300, "agents": 32, "from_start": 2, "ppo_updates": 60,
         "doubled": [], "tripled": [4], "eval_every": -1, "final_episodes": 30,
     },
     "debug": {
         "epochs": 2, "random_steps": 128, "collect_steps": 64, "games": 2, "hidden": 8, "compress": 3, "double": 1,
-        "bits": 8, "world_steps": 12, "world_first": 2, "world_batch": 4, "rollout": 8, "sampling_decay": 12,
-        "reward_steps": 6, "reward_batch": 8, "agents": 4, "from_start": 1, "ppo_updates": 3, "doubled": [],
-        "tripled": [], "ppo_minibatch": 16, "ppo_epochs": 2, "shrink": 2, "eval_every": -1, "final_episodes": 2,
+        "bits": 8, "world_steps": 12, "world_first": 2, "world_lr": 2e-3, "world_batch": 4, "rollout": 8,
+        "sampling_decay": 12, "reward_steps": 6, "reward_batch": 8, "agents": 4, "from_start": 1, "ppo_updates": 3,
+        "doubled": [], "tripled": [], "ppo_minibatch": 16, "ppo_epochs": 2, "shrink": 2, "eval_every": -1,
+        "final_episodes": 2,
     },
 }  # fmt: skip
 
@@ -207,7 +209,8 @@ class Agent(nn.Module):
             self.__dict__["copy"] = snapshot(self.world)  # for dreams; no part of what is saved
         self.world_trainer = WorldTrainer(
             self.world, online=config.strategy == "online", noise=config.input_noise, decay=config.sampling_decay,
-            rollout=config.world_rollout, max_norm=config.world_grad_clip, average=config.average,
+            rollout=config.world_rollout, max_norm=config.world_grad_clip, lr=config.world_lr,
+            average=config.average,
         )  # fmt: skip
         self.reward_trainer = RewardTrainer(
             self.world, trunk=self.copy, focal=config.focal, max_norm=config.world_grad_clip,
@@ -470,7 +473,7 @@ def _check(config: Config) -> None:
     for name, low, high in (
         ("shrink", 1, 2), ("from_start", 0, config.agents), ("held_out", 0, MOST_HELD), ("input_noise", 0, 1),
         ("gamma", 0, 1), ("gae_lambda", 0, 1), ("eval_temperature", 0, math.inf), ("reward_steps", 0, math.inf),
-        ("reward_shift", 0, 20), ("average", 0, 0.9999),
+        ("reward_shift", 0, 20), ("average", 0, 0.9999), ("world_lr", 0, 1),
     ):  # fmt: skip
         if not low <= getattr(config, name) <= high:
             raise UsageError(f"{name} must be {low} to {high}, not {getattr(config, name)}")

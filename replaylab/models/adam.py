@@ -26,14 +26,15 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    flat: bool = True,  # many small tensors
 ) -> torch.optim.Optimizer:
     """AdamW (Adam, where nothing decays) in the fastest form for where the parameters are. It may be captured."""
     given = list(parameters)
     groups = [dict(group) for group in given if isinstance(group, dict)] or [{"params": given}]
     cuda = groups[0]["params"][0].is_cuda
-    if cuda and importlib.util.find_spec("triton"):
+    if flat and cuda and importlib.util.find_spec("triton"):
         return FlatAdam(groups, lr, betas, eps, weight_decay)
-    return torch.optim.AdamW(groups, lr, betas, eps, weight_decay, fused=True, capturable=cuda)
+    return FusedAdam(groups, lr, betas, eps, weight_decay, fused=True, capturable=cuda)
 
 
 def clipped_step(optimizer: torch.optim.Optimizer, seeds: int, limit: float) -> Tensor:
@@ -44,6 +45,17 @@ def clipped_step(optimizer: torch.optim.Optimizer, seeds: int, limit: float) -> 
     norms = clip_gradients([p for group in optimizer.param_groups for p in group["params"]], seeds, limit)
     optimizer.step()
     return norms
+
+
+class FusedAdam(torch.optim.AdamW):
+    """PyTorch's. Its kernel takes weights and moments as they lie in memory, so loaded moments are put in the order of
+    their weights: convolutions may have their channels last, a file has not."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for p, entries in self.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                entries[name] = torch.empty_like(p).copy_(entries[name])
 
 
 class FlatAdam(torch.optim.Optimizer):

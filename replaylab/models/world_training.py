@@ -74,6 +74,14 @@ def shifted(frames: Tensor, most: int) -> Tensor:
     )
 
 
+def descend(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
+    """A step with a gradient whose norm, which is returned, is scaled down to the limit."""
+    if isinstance(optimizer, Adafactor):  # has the limit built in
+        optimizer.step()
+        return optimizer.norm
+    return clipped_step(optimizer, 1, limit)
+
+
 class RunningMean:
     """A mean of the weights along a phase, which the phase ends with. At a constant pace weights never come to rest,
     and what the last updates did to them would be the world of all dreams."""
@@ -120,16 +128,22 @@ class WorldTrainer:
         decay: int = 22_250,
         rollout: int = 50,
         max_norm: float = 1.0,
+        lr: float = 0.0,  # AdamW's; 0: Adafactor, as the original
         average: float = 0.0,
         compile: bool | None = None,
     ):
         self.world, self.online, self.noise, self.decay, self.rollout = world, online, noise, decay, rollout
+        self.max_norm = max_norm
         learns = (p for name, p in world.named_parameters() if online or not name.startswith("reward."))
         self.mean = RunningMean(learns, average)
         self.device = world.embed.weight.device
         compile = self.device.type == "cuda" if compile is None else compile
         # the reward head stands still unless `online`: it then has no gradient here
-        self.optimizers = {"world": Adafactor(world.parameters(), max_norm=max_norm, compile=compile)}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {
+            "world": adam(world.parameters(), lr, flat=False)
+            if lr
+            else Adafactor(world.parameters(), max_norm=max_norm, compile=compile)
+        }
         self.loss: Callable[..., dict[str, Tensor]] = fused(world.world_loss, compile)
         self.corrupt: Callable[..., Tensor] = fused(corrupted, compile)
         palette = world.shape.pixels == "palette"
@@ -199,12 +213,12 @@ class WorldTrainer:
             self.class_weights,
         )
         found["loss"].backward()
-        optimizer.step()
+        found["grad_norm"] = descend(optimizer, self.max_norm)
         self.done += 1
         return found
 
     def _metrics(self, found: dict[str, Tensor], epsilon: Tensor) -> dict[str, Tensor]:
-        told = found | {"grad_norm": self.optimizers["world"].norm, "epsilon": epsilon}
+        told = found | {"epsilon": epsilon}
         return {name: value.detach().view(1) for name, value in told.items() if name != "next_frame"}
 
     def training_state(self) -> dict[str, Tensor]:
@@ -269,10 +283,7 @@ class RewardTrainer:
         optimizer.zero_grad(set_to_none=True)
         loss, accuracy = self.loss(*self.features(frames, actions, *told), batch["rewards"].long() + 1)
         loss.backward()
-        if isinstance(optimizer, Adafactor):
-            optimizer.step()
-        else:
-            clipped_step(optimizer, 1, self.max_norm)
+        descend(optimizer, self.max_norm)
         return {"loss": loss.detach().view(1), "accuracy": accuracy.view(1)}
 
     def training_state(self) -> dict[str, Tensor]:
