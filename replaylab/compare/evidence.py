@@ -187,10 +187,11 @@ def _row(result: dict[str, Any], score: dict[str, Any]) -> str:
     where = f"{machine.get('cores', '?')} cores" if machine.get("device") == "cpu" else str(machine.get("device", "?"))
     reached = min(line["step"] for line in score["last"])
     cut = "" if result["status"] == "finished" else f" (step {reached:,}, {result['status']})"
+    game = f" (game score {np.mean([line['return'] for line in score['last']]):.4g})" if _plays_atari(score) else ""
     cells = [
         ", ".join([result["row"], *(f"{k} {_plain(v)}" for k, v in score["settings"].items())]),
         ", ".join(preset + settings),
-        f"**{_mean(last)}**" + ("" if score["kind"] == "normalised" else " (return)") + cut,
+        f"**{_mean(last)}**" + ("" if score["kind"] == "normalised" else " (return)") + game + cut,
         _mean(best),
         f"{float(stats.iqm(last)):.1f}" + ("" if np.isnan(low) else f" [{low:.1f}, {high:.1f}]"),
         f"{len(last)} x {span([line['episodes'] for line in score['last']], 'episode').split(' episode')[0]}",
@@ -199,6 +200,11 @@ def _row(result: dict[str, Any], score: dict[str, Any]) -> str:
         f"[{result['file']}](results/{result['file']})",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _plays_atari(score: dict[str, Any]) -> bool:
+    """Papers on Atari tell the game's own score."""
+    return score["kind"] == "normalised" and str(score["env"]).startswith("atari")
 
 
 def _mean(values: Sequence[float]) -> str:
