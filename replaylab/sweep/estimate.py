@@ -21,16 +21,16 @@ from replaylab.sweep.queue import Queue
 from replaylab.trainer import Options
 
 # Milliseconds of one update at the default sizes on hopper's shapes (mbarc: on frames): of one seed on one core of an
-# AMD EPYC, and of a cell's seeds together on an H200 (benchmarks/results, benchmarks/NOTES.md; None: not timed yet).
+# AMD EPYC, and of a cell's seeds together on an H200 (benchmarks/results, benchmarks/NOTES.md).
 # gormpo and mopo: of the policy, with as many updates of density and dynamics as came with it on hopper-medium.
-UPDATE_MS: dict[str, dict[str, tuple[float, float | None]]] = {
+UPDATE_MS: dict[str, dict[str, tuple[float, float]]] = {
     "bc": {"steps": (2.3, 0.19)},
     "dt": {"steps": (220.0, 1.9)},
     "mopo": {"steps": (28.0, 0.8)},
     "gormpo": {"steps": (31.0, 0.97)},
-    "bcq": {"steps": (47.0, None)},
+    "bcq": {"steps": (47.0, 2.7)},
     "diffusion-dice": {"returns_steps": (3.6, 0.15), "behavior_steps": (560.0, 4.4), "critic_steps": (190.0, 1.6)},
-    "mbarc": {"world": (10_400.0, None), "reward": (6_300.0, None), "policy": (630_000.0, None)},
+    "mbarc": {"world": (10_400.0, 7.2), "reward": (6_300.0, 2.4), "policy": (630_000.0, 196.0)},
 }
 EVALUATION = ("eval_every", "eval_episodes", "final_episodes")
 # seconds of a whole run of the debug preset in benchmarks/smoke.yaml, evaluation included, on two cores
@@ -53,10 +53,10 @@ def training_seconds(name: str, config: Mapping[str, Any], seeds: int, cuda: boo
     if hasattr(module, "counters"):  # its settings do not say how many updates they add up to
         known = {f.name for f in fields(module.Config)}
         amounts = module.counters(module.Config(**{k: v for k, v in config.items() if k in known}))
-    parts = [(amounts.get(kind) or 0, price[cuda]) for kind, price in prices.items()]
-    if not parts or any(price is None for _, price in parts):
+    if not prices:
         return None
-    return sum(n * price for n, price in parts if price is not None) / 1e3 * (1 if cuda else seeds)
+    spent = sum((amounts.get(kind) or 0) * price[cuda] for kind, price in prices.items())
+    return spent / 1e3 * (1 if cuda else seeds)
 
 
 def finished_before(folder: Path, results: Path, cuda: bool) -> list[dict[str, Any]]:
@@ -95,19 +95,17 @@ def estimate(cell: Cell, before: Sequence[dict[str, Any]], cuda: bool) -> tuple[
     ]
     if exact:
         return exact[-1]["seconds"], "the same run before"
-    here = training_seconds(cell.system, config, len(cell.seeds), cuda)
-    column = cuda and here is not None  # where a GPU was not timed, two runs still compare as on a core
-    mine = training_seconds(cell.system, config, len(cell.seeds), column)
-    theirs = [(r["seconds"], training_seconds(cell.system, r, len(r.get("seeds") or [0]), column)) for r in alike]
+    mine = training_seconds(cell.system, config, len(cell.seeds), cuda)
+    theirs = [(r["seconds"], training_seconds(cell.system, r, len(r.get("seeds") or [0]), cuda)) for r in alike]
     scaled = sorted(seconds / n * mine for seconds, n in theirs if n and mine)
     if scaled:
         return scaled[len(scaled) // 2], f"earlier runs of {cell.system}, scaled by updates"
-    plain = training_seconds(cell.system, configured(replace(cell, settings={})), len(cell.seeds), column)
+    plain = training_seconds(cell.system, configured(replace(cell, settings={})), len(cell.seeds), cuda)
     if cell.preset == "debug" and mine and plain:
         return DEBUG_SECONDS[cell.system] * mine / plain, "a debug run on two cores, scaled by updates"
-    if here is None:
-        return None, f"{cell.system} was not timed on a GPU yet"
-    return here, "updates at the default sizes, as measured; evaluation apart"
+    if mine is None:
+        return None, f"{cell.system} was not timed yet"
+    return mine, "updates at the default sizes, as measured; evaluation apart"
 
 
 class Watch(Progress):
