@@ -20,6 +20,7 @@ import torch
 from replaylab.errors import UsageError
 from replaylab.evaluate import load_agent, pick_device
 from replaylab.models.dream import pictures
+from replaylab.models.reward import likeliest
 from replaylab.run import RunFolder
 
 KEYS = ("UP", "RIGHT", "LEFT", "DOWN", "FIRE")
@@ -76,8 +77,9 @@ class Dreamer:
             newest = told.next_frame.view(1, channels, *self.stack.shape[2:])
             self.stack = torch.cat([self.stack[:, channels:], newest], 1)
             self.steps += 1
-            self.score += float(told.reward)
-            return self._told(float(told.reward), float(told.continues), action)
+            reward = float(likeliest(told.reward_logits))
+            self.score += reward
+            return self._told(reward, float(told.continues), action)
 
     def _told(self, reward: float, going: float, action: int) -> dict[str, Any]:
         about = {"reward": reward, "score": self.score, "continue": round(going, 4), "steps": self.steps}

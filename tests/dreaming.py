@@ -36,15 +36,20 @@ def small_replay(**options):
 
 
 class Stub:
-    """A world in which the next frame is the newest plus the action, and action 2 ends the game."""
+    """A world in which the next frame is the newest plus the action, action 1 is rewarded and 2 ends the game."""
 
     shape = SimpleNamespace(pixels="palette", stack=4, actions=3)
     colours = torch.tensor(PALETTE, dtype=torch.float32)
 
+    def __init__(self, sure=3.0, rarity=(0.0, 0.0, 0.0)):
+        self.sure, self.rarity = sure, torch.tensor(rarity)
+
     def predict(self, frames, actions):
         following = frames[:, -1] + actions[:, None, None].to(torch.uint8)
         going = torch.where(actions == 2, 0.1, 0.9)
-        return Prediction(following, (actions == 1).float(), torch.zeros(len(actions), 3), 10.0 + 0 * going, going)
+        reward = (actions == 1).long()
+        logits = self.sure * torch.nn.functional.one_hot(reward + 1, 3) + self.rarity
+        return Prediction(following, reward.float(), logits, 10.0 + 0 * going, going)
 
 
 def likeliest(told):

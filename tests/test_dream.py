@@ -47,12 +47,14 @@ def test_dream_is_a_vector_environment():
 
 
 def test_a_dream_pays_what_is_expected():
-    dream = Dream(Stub(), small_replay(), 2, 3, expected=True)
-    dream.reset()
-    rewards = dream.step(torch.tensor([1, 0]))[1]
-    assert rewards.tolist() == [0, 0]  # its logits are all alike, whatever the likeliest is
-    dream.correction.copy_(torch.tensor([1.0, 4.0, 3.0]).log())
-    assert dream.step(torch.tensor([1, 0]))[1].tolist() == pytest.approx([0.25, 0.25])
+    def paid(**about):
+        dream = Dream(Stub(**about), small_replay(), 2, 3, expected=True)
+        dream.reset()
+        return dream.step(torch.tensor([1, 0]))[1].tolist()
+
+    assert paid(sure=0.0) == [0, 0]  # all are as likely
+    assert paid(sure=0.0, rarity=np.log([1.0, 4.0, 3.0])) == pytest.approx([0.25, 0.25])
+    assert paid(sure=np.log(2.0)) == pytest.approx([0.25, 0])  # 1 : 1 : 2, and 1 : 2 : 1
 
 
 def test_one_dream_in_sixteen_begins_with_a_game():
@@ -150,6 +152,8 @@ def test_film_shows_reality_and_dream_side_by_side():
     assert scene["dream"][:, 0, 0].tolist() == [53, 54, 56, 56, 57, 59]  # the same actions: 0 1 2 0 1 2
     assert scene["real_rewards"].tolist() == [0, 0, 0, 0, 0, -1]
     assert scene["dream_rewards"].tolist() == [0, 1, 0, 0, 1, 0]
+    unlikely = dreams.exciting_scene(Stub(rarity=[-9.0, 0.0, -9.0]), replay, 6)
+    assert unlikely["dream_rewards"].tolist() == [0] * 6  # the head was shown rewards far too often
     picture = Image.open(io.BytesIO(dreams.film(scene, PALETTE, scale=2)))
     assert picture.size == (2 * (3 + 2 + 3), 2 * (2 + 3))
     shown = np.asarray(picture.convert("RGB")).astype(int)

@@ -20,6 +20,7 @@ from replaylab.data.frames import FrameReplay
 from replaylab.envs.atari_rgb import Recorder
 from replaylab.errors import DataError, UsageError
 from replaylab.models import dream as dreams
+from replaylab.models import reward
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
 from replaylab.tensors import load_tensors
@@ -195,6 +196,21 @@ def test_policy_learns_from_the_dream_with_its_own_value_added_once():
     agent.original = True
     phases[2].hook(1)
     assert agent.ppo.rewards.tolist() == [[1.0] * 3] * 3 + [[11.0] * 3]  # the original adds the world's value too
+
+
+def test_how_rare_rewards_are_is_kept_with_the_world():
+    for settings in ({}, {"focal": True}, {"dream_rewards": "likeliest"}):
+        agent, env_id = make_agent(**settings)
+        world, reward_model, *_ = agent.phases(env_id)
+        world.begin()
+        reward_model.begin()
+        replay, shown = agent.replay, agent.replay.rewards[agent.shown].flatten()
+        wanted = reward.correction(replay.rewards[torch.as_tensor(agent._steps())], shown)
+        if "focal" in settings:
+            wanted -= reward.focal_weights(torch.bincount(replay.rewards[agent._steps()].long() + 1, minlength=3)).log()
+        found = agent.world.rarity
+        torch.testing.assert_close(found, torch.zeros(3) if "dream_rewards" in settings else wanted)
+        assert torch.equal(agent.state_dict()["world.rarity"], agent.world.rarity)  # for whoever plays the dream
 
 
 @pytest.mark.parametrize("settings", [{}, {"fidelity": "original", "strategy": "progressive"}, {"strategy": "online"}])

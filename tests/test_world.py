@@ -375,6 +375,20 @@ def test_the_answer_depends_on_the_action_but_the_value_does_not():
     assert torch.equal(told[0].reward, told[0].reward_logits.argmax(1).float() - 1)
 
 
+def test_rare_rewards_are_told_as_rarely():
+    world, rarity = tiny(), torch.tensor([-2.0, 0.5, -1.0])
+    batch, told = make_batch(world), []
+    for which in (torch.zeros(3), rarity):
+        world.rarity.copy_(which)
+        torch.manual_seed(0)
+        told.append(world.predict(batch["frames"], batch["actions"]))
+    torch.testing.assert_close(told[1].reward_logits, told[0].reward_logits + rarity)
+    assert torch.equal(told[0].reward, told[1].reward)  # as the head was taught, for its confusion matrix
+    dream = snapshot(tiny())
+    refresh(dream, world)
+    assert torch.equal(dream.rarity, rarity)
+
+
 def test_a_snapshot_in_another_precision():
     world = tiny(precision="bf16")
     dream, batch = snapshot(world), make_batch(world)

@@ -360,7 +360,9 @@ class Agent(nn.Module):
             window=config.near, backward=self.original,
         )  # fmt: skip
         self.shown.copy_(rows[drawn])
-        self.dream.correction.copy_(reward.correction(replay.rewards[rows], replay.rewards[self.shown].flatten()))
+        if self.dream.expected:
+            draws = reward.correction(replay.rewards[rows], replay.rewards[self.shown].flatten())
+            self.world.rarity.copy_(draws - self.reward_trainer.class_weights.log())
 
     def update_reward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         rows = self.shown.index_select(0, batch["step"])[0]
@@ -433,7 +435,7 @@ class Agent(nn.Module):
         log = self.log | {"clock": time.monotonic() - self.clock}
         about = torch.frombuffer(bytearray(json.dumps(log).encode()), dtype=torch.uint8)
         flat = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
-        ours = {"shown": self.shown, "correction": self.dream.correction, "held": torch.as_tensor(self.held)}
+        ours = {"shown": self.shown, "held": torch.as_tensor(self.held)}
         return flat | ours | {"log": about}
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
@@ -444,7 +446,6 @@ class Agent(nn.Module):
         self.world_trainer.load_training_state(under("world.", state))
         self.reward_trainer.load_training_state(under("reward.", state))
         self.shown.copy_(state["shown"])
-        self.dream.correction.copy_(state["correction"])
         self.held = state["held"].cpu().numpy()
         self.log = json.loads(state["log"].cpu().numpy().tobytes())
         self.clock = time.monotonic() - self.log.pop("clock")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from replaylab.data.frames import FrameReplay
 from replaylab.fuse import fused
-from replaylab.models.reward import confusion, expected, precision_recall
+from replaylab.models.reward import confusion, expected, likeliest, precision_recall
 from replaylab.models.world import Prediction, World
 
 OVER = 0.5  # below this probability of going on, the game has ended
@@ -62,7 +62,6 @@ class Dream:
         self.stacks = torch.zeros((agents, *shape), dtype=torch.uint8, device=device)
         self.at_start = torch.arange(agents, device=device) >= agents - from_start
         self.elapsed = torch.zeros((), dtype=torch.int64, device=device)
-        self.correction = torch.zeros(3, device=device)  # of the reward model, which was shown rewards too often
 
     def _real(self) -> Tensor:
         """A stack for each agent out of the replay."""
@@ -104,7 +103,7 @@ class Dream:
 
     def pay(self, told: Prediction) -> Tensor:
         """The rewards of a prediction."""
-        return expected(told.reward_logits + self.correction) if self.expected else told.reward
+        return expected(told.reward_logits) if self.expected else told.reward
 
 
 # --- against reality
@@ -192,7 +191,7 @@ def replayed(world: World, replay: FrameReplay, row: int, steps: int) -> dict[st
         frame = told.next_frame.view(1, channels, *stack.shape[2:])
         stack = torch.cat([stack[:, channels:], frame], 1)
         dreamt.append(frame[0])
-        rewards.append(told.reward)
+        rewards.append(likeliest(told.reward_logits))
     return {
         "real": replay.next_frames(rows).cpu().numpy(),  # (steps, h, w)
         "dream": torch.stack(dreamt).squeeze(1).cpu().numpy(),  # the same, or (steps, 3, h, w)

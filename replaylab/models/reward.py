@@ -160,6 +160,10 @@ def correction(rewards: Tensor, drawn: Tensor) -> Tensor:
     return ((real / real.sum()) / (shown / shown.sum())).log().float()
 
 
+def likeliest(logits: Tensor) -> Tensor:  # (batch, 3) -> (batch,) of -1, 0, 1
+    return logits.argmax(1).float() - 1
+
+
 def expected(logits: Tensor) -> Tensor:  # (batch, 3) -> (batch,)
     chances = logits.softmax(1)
     return chances[:, 2] - chances[:, 0]

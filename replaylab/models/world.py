@@ -21,7 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from replaylab.errors import UsageError
-from replaylab.models.reward import HEADS, FramesHead, MbarcHead, SimpleHead, convolve, focal_loss, linear, standardize
+from replaylab.models.reward import (
+    HEADS,
+    FramesHead,
+    MbarcHead,
+    SimpleHead,
+    convolve,
+    focal_loss,
+    likeliest,
+    linear,
+    standardize,
+)
 
 DROPOUT, MIDDLE_DROPOUT, PRIOR_DROPOUT = 0.15, 0.5, 0.1
 LOSS_FLOOR = 0.03  # a pixel predicted this well counts as done
@@ -75,8 +85,8 @@ class WorldShape:
 
 class Prediction(NamedTuple):
     next_frame: Tensor  # (batch, height, width), or (batch, 3, height, width); bytes
-    reward: Tensor  # (batch,) of -1, 0, 1
-    reward_logits: Tensor  # (batch, 3)
+    reward: Tensor  # (batch,) of -1, 0, 1, the likeliest as the head was taught
+    reward_logits: Tensor  # (batch, 3), how rare each is allowed for
     value: Tensor  # (batch,) of the state before the step
     continues: Tensor  # (batch,) probability that the game goes on
 
@@ -245,6 +255,7 @@ def lstm(gates: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
 
 class World(nn.Module):
     colours: Tensor
+    rarity: Tensor
 
     def __init__(self, shape: WorldShape, seed: int = 0, colours: Tensor | None = None, precision: str = "auto"):
         super().__init__()
@@ -258,9 +269,8 @@ class World(nn.Module):
         if colours.shape != (shape.palette, 3):
             raise UsageError(f"the colour table must be ({shape.palette}, 3), not {tuple(colours.shape)}")
         self.register_buffer("colours", colours.float().clone())
+        self.register_buffer("rarity", torch.zeros(3))  # of rewards -1, 0, 1 against the draws (reward.correction)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if shape.reward_head == "frames":  # a fused Adam takes moments to lie in memory as the weights do
-            self.reward.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
     def _build(self, shape: WorldShape) -> None:
         wide, n = shape.channels, shape.compress
@@ -300,8 +310,8 @@ class World(nn.Module):
         logits = self.reward_logits(*self._of_interest(found, following))
         return Prediction(
             following,
-            logits.argmax(1).float() - 1,
-            logits,
+            likeliest(logits),
+            logits + self.rarity,
             found.value,
             self._going(found).sigmoid(),
         )
@@ -472,3 +482,4 @@ def refresh(copied: World, world: World) -> None:
     """The world's weights into the copy, in place: graphs captured with the copy stay valid."""
     torch._foreach_copy_(list(copied.parameters()), list(world.parameters()))
     copied.colours.copy_(world.colours)
+    copied.rarity.copy_(world.rarity)
