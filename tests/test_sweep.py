@@ -121,6 +121,8 @@ def test_list_of_settings_joined_data_and_split_seeds(place):
     ]
     assert plan.cells[0].seeds == [0] and plan.cells[0].env == "d4rl/hopper"
     assert plan.cells[0].data == ["one.npz", "two.npz"]
+    online = write(place, systems=[{"system": "mbarc", "environments": ["atari/pong"]}], settings={})
+    assert [c.seeds for c in read_plan(online).cells] == [[0], [1]]  # it trains one seed a run
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_the_documented_files_are_valid(place):
         replaylab.save(make_episodes(), place / "data" / name, format="native")
     plan = documented("sweep.md")
     assert len(plan.cells) == 2 * (1 + 2 + 1 + 1) + 5 and (plan.budget, plan.per_device) == (60, 2)
-    assert [c.settings["strategy"] for c in documented("mbarc.md").cells] == ["mbarc"] * 3 + ["online"] * 3
+    assert [c.settings["pixels"] for c in documented("mbarc.md").cells] == 2 * ["palette", "palette", "rgb", "rgb"]
 
 
 def test_dry_run_shows_cells_and_time_and_does_nothing(place, capsys):

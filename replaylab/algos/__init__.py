@@ -6,9 +6,9 @@ An agent with a memory also has `begin(batch, targets)`, which makes the state, 
 its state has `receive(rewards)` and `reset(which)`.
 
 A module may also have `ACTING`, the fields of its Config that change only how it acts, so that `eval` can sweep them;
-and `ONLINE = True` with `spaces(env_id)`, if it makes its own data: `phases` is then given the environment's id, which
-`environment(env_id)` may have translated. An agent may have `notes`, lines for the user; `training_state()` and
-`load_training_state(tensors)`, for what a checkpoint must hold besides weights and optimisers.
+and `ONLINE = True` with `spaces(env_id)`, if it makes its own data, one seed a run: `phases` is then given the
+environment's id, which `environment(env_id)` may have translated. An agent may have `notes`, lines for the user;
+`training_state()` and `load_training_state(tensors)`, for what a checkpoint must hold besides weights and optimisers.
 """
 
 from __future__ import annotations

@@ -168,8 +168,9 @@ def _cells(where: str, entry: Any, values: dict[str, Any], datasets: list[dict[s
         read = place.get("options", {})
         options = _check(where, module, preset, settings | {"seeds": seeds})
         setting = "-".join(f"{key}{_text(value)}" for key, value in variant.items())
-        for part in [[s] for s in options.seeds] if split else [options.seeds]:
-            ending = [f"seed{part[0]}"] if split else []
+        apart = split or (getattr(module, "ONLINE", False) and len(options.seeds) > 1)  # that one trains one seed a run
+        for part in [[s] for s in options.seeds] if apart else [options.seeds]:
+            ending = [f"seed{part[0]}"] if apart else []
             folder = "-".join(_slug(word) for word in (label, place["name"], setting, *ending) if word)
             place_of = (place.get("path"), place.get("env"))
             found.append(Cell(folder, label, name, place["name"], setting, *place_of, preset, settings, part, read))
