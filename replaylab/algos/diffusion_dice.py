@@ -173,6 +173,16 @@ def needs(config: Config) -> list[str]:
     return [] if config.behavior is None else [config.behavior]
 
 
+def counters(config: Config) -> dict[str, int]:
+    """Updates of a whole run."""
+    first, second = config.stage != "critic", config.stage != "behavior"
+    return {
+        "behavior_steps": first * config.behavior_steps,
+        "returns_steps": second * config.returns_steps,
+        "critic_steps": second * config.critic_steps,
+    }
+
+
 def usual_guidance(name: str) -> float:
     """The original's table; 4 for what it does not list."""
     if "maze" in name:
