@@ -293,10 +293,8 @@ def test_every_system_has_a_time_and_what_is_not_known_is_said(place, monkeypatc
     prices = UPDATE_MS["mbarc"]
     wanted = 255_000 * prices["world"][0] + 22_500 * prices["reward"][0] + 19_000 * prices["policy"][0]
     assert estimate(mbarc, [], False)[0] == pytest.approx(wanted / 1e3)
-    critic = {"stage": "critic", "behavior": "run"}
-    dice = [
-        replace(smoke[-2], preset=None, settings=s) for s in ({}, {"solver_steps": 99}, {"critic_steps": 1}, critic)
-    ]
+    changes = ({}, {"solver_steps": 99}, {"critic_steps": 1}, {"stage": "critic", "behavior": "run"})
+    dice = [replace(smoke[-2], preset=None, settings=s) for s in changes]
     usual, acting, short, stage = (estimate(cell, [], False)[0] for cell in dice)
     assert usual - stage == pytest.approx(2 * 100_000 * UPDATE_MS["diffusion-dice"]["behavior_steps"][0] / 1e3)
     assert acting == usual  # steps of the solver are no updates
