@@ -154,3 +154,25 @@ def test_gradients_are_clipped_for_each_seed_by_itself():
     alone[0].grad = torch.tensor([[30.0, 40.0]])
     clip_gradients(alone, 1, 0.25)
     torch.testing.assert_close(alone[0].grad, torch.tensor([[0.15, 0.2]]))
+
+
+def test_loaded_moments_lie_in_memory_as_their_weights_do():
+    torch.manual_seed(0)
+    weights = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    gradients = [torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last) for _ in range(3)]
+
+    def after(p, optimizer, gradients):
+        for p.grad in gradients:
+            optimizer.step()
+        return p
+
+    whole, first, second = (torch.nn.Parameter(weights.clone()) for _ in range(3))
+    after(whole, adam([whole], 0.1, flat=False), gradients)
+    optimizer, resumed = adam([first], 0.1, flat=False), adam([second], 0.1, flat=False)
+    after(first, optimizer, gradients[:2])
+    saved = optimizer.state_dict()
+    for name in ("exp_avg", "exp_avg_sq"):  # as a file holds them
+        saved["state"][0][name] = saved["state"][0][name].contiguous()
+    second.data.copy_(first.data)
+    resumed.load_state_dict(saved)
+    assert torch.equal(after(second, resumed, gradients[2:]), whole)
