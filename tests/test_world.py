@@ -12,18 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from replaylab.errors import UsageError
-from replaylab.models import world as world_module
-from replaylab.models.world import (
-    AttentionPool,
-    Norm,
-    World,
-    WorldShape,
-    cut_normal,
-    output_padding,
-    refresh,
-    snapshot,
-    timing_signal,
-)
+from replaylab.models import bits as module
+from replaylab.models.bits import AttentionPool, cut_normal
+from replaylab.models.world import Norm, World, WorldShape, output_padding, refresh, snapshot, timing_signal
 from replaylab.models.world_training import RewardTrainer, WorldTrainer
 
 
@@ -175,8 +166,8 @@ def test_how_bits_are_mixed(fidelity, monkeypatch):
 def test_hard_bits_pass_the_gradient_and_some_are_flipped(monkeypatch):
     bits = tiny().bits
     monkeypatch.setattr(bits, "put", lambda layer, found: found)
-    monkeypatch.setattr(world_module, "PREDICTED", 0.0)
-    monkeypatch.setattr(world_module, "USED", 1.0)
+    monkeypatch.setattr(module, "PREDICTED", 0.0)
+    monkeypatch.setattr(module, "USED", 1.0)
     real = torch.full((10_000, 8), 2.0, requires_grad=True)
     out = bits.mix(torch.zeros(10_000, 8), real, torch.zeros(10_000, 8), torch.tensor(0.0))
     assert abs((out == -1).float().mean() - 0.1) < 0.01
@@ -202,7 +193,7 @@ def reference_cell(bits):
 
 def test_the_prior_is_an_lstm_over_bytes(monkeypatch):
     bits, layer, real = tiny(3, bits=32).bits, torch.randn(5, 32, 2, 2), torch.randn(5, 32)
-    monkeypatch.setattr(world_module, "PRIOR_DROPOUT", 0.0)
+    monkeypatch.setattr(module, "PRIOR_DROPOUT", 0.0)
     wanted = bits.pack(real > 0)
     logits = reference_cell(bits)(layer, lambda step, _: wanted[:, step])
     expected = F.cross_entropy(logits.flatten(0, 1), wanted.flatten())

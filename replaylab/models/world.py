@@ -1,8 +1,7 @@
 """The world model of SimPLe and MBARC: from four frames and an action to the next frame, its reward and its worth.
 
 An encoder folds the frames down, the action and 128 random bits are put in at the bottom, and a decoder unfolds them
-to one class per pixel. In training the bits are read from the true next frame, and an LSTM learns to tell them from
-the past alone; in a dream that LSTM draws them. Frames are bytes: indices into a colour table (`palette`, Atari has
+to one class per pixel. (The bits are in bits.py.) Frames are bytes: indices into a colour table (`palette`, Atari has
 128 colours), or three colour intensities (`rgb`, as the original).
 
 `fidelity original` keeps what the original does and we would not: dropout in dreams, bits that end up continuous,
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from replaylab.errors import UsageError
+from replaylab.models.bits import Bits, modulated
 from replaylab.models.reward import (
     HEADS,
     FramesHead,
@@ -33,10 +33,8 @@ from replaylab.models.reward import (
     standardize,
 )
 
-DROPOUT, MIDDLE_DROPOUT, PRIOR_DROPOUT = 0.15, 0.5, 0.1
+DROPOUT, MIDDLE_DROPOUT = 0.15, 0.5
 LOSS_FLOOR = 0.03  # a pixel predicted this well counts as done
-FLIPPED, PREDICTED, USED = 0.1, 0.5, 0.8  # share of bits flipped; of bits from the prior; of outputs that use bits
-MEMORY = 128  # of the LSTM
 VALUE_WEIGHT = 0.01  # the original: 1, which is nearly all of the gradient that is limited
 PRIOR_WEIGHT = 1 / 50  # the original divides this loss by the length of its rollouts
 
@@ -109,23 +107,6 @@ def timing_signal(channels: int, height: int, width: int) -> Tensor:
     return torch.cat([rows.sin(), rows.cos(), columns.sin(), columns.cos()])[None]
 
 
-def mixed(first: Tensor, second: Tensor, share: Tensor, per_sample: bool = False) -> Tensor:
-    """Each element, or each sample, from `first` with probability `share`."""
-    shape = (len(first), *[1] * (first.ndim - 1)) if per_sample else first.shape
-    return torch.where(torch.rand(shape, device=first.device) < share, first, second)
-
-
-def cut_normal(like: Tensor, deviation: float) -> Tensor:
-    """Normal noise cut off at two deviations, through the inverse of its distribution."""
-    edge = math.erf(math.sqrt(2))
-    return deviation * math.sqrt(2) * torch.erfinv((2 * torch.rand_like(like) - 1) * edge)
-
-
-def modulated(x: Tensor, gate_and_shift: Tensor) -> Tensor:  # (batch, c, h, w), (batch, 2 c)
-    gate, shift = gate_and_shift[..., None, None].to(x.dtype).chunk(2, 1)
-    return x * gate.sigmoid() + shift
-
-
 class Norm(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
@@ -134,123 +115,6 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scale, shift = (p[:, None, None].to(x.dtype) for p in (self.weight, self.bias))
         return standardize(x, 1e-6) * scale + shift
-
-
-class AttentionPool(nn.Module):
-    """A map summed up in `outputs` numbers: its mean, and its means under four learnt attentions."""
-
-    def __init__(self, channels: int, outputs: int, interleaved: bool):
-        super().__init__()
-        self.heads, self.out = nn.Linear(channels, 4), nn.Linear(5 * channels, outputs)
-        self.interleaved = interleaved
-
-    def forward(self, x: Tensor) -> Tensor:  # (batch, c, h, w) -> (batch, outputs)
-        flat = x.flatten(2).transpose(1, 2)  # (batch, positions, c)
-        scores = linear(self.heads, flat)  # (batch, positions, 4)
-        if self.interleaved:  # the original reads (4, positions) as if it were (positions, 4)
-            scores = scores.transpose(1, 2).reshape(scores.shape)
-        attention = scores.float().softmax(1).to(x.dtype) / flat.shape[1]
-        pooled = torch.cat([flat.mean(1, keepdim=True), attention.transpose(1, 2) @ flat], 1)
-        return linear(self.out, pooled.flatten(1))
-
-
-class Bits(nn.Module):
-    """Random bits that tell which of the possible futures comes: read from the future, or drawn by an LSTM."""
-
-    powers: Tensor
-
-    def __init__(self, shape: WorldShape):
-        super().__init__()
-        self.original = shape.fidelity == "original"
-        inputs, wide = 3 * (shape.stack + 1), shape.channels[-1]
-        first, second = 4 * shape.hidden // 3, 16 * shape.hidden // 3
-        self.embed = nn.Linear(inputs, shape.hidden)
-        self.conv1 = nn.Conv2d(shape.hidden, first, 8, 4, 2)
-        self.conv2 = nn.Conv2d(first, second, 8, 4, 2)
-        self.pool1 = AttentionPool(first, 2 * inputs, self.original)
-        self.pool2 = AttentionPool(second, 2 * inputs, self.original)
-        self.read = nn.Linear(4 * inputs, shape.bits)
-        self.write = nn.Linear(shape.bits, 2 * wide)
-        self.start = nn.Linear(shape.bottom, 3 * MEMORY)  # first input, hidden and cell state of the LSTM
-        self.cell = nn.LSTMCell(MEMORY, MEMORY)
-        self.byte_out, self.byte_in = nn.Linear(MEMORY, 256), nn.Linear(256, MEMORY)
-        self.register_buffer("powers", 2 ** torch.arange(8), persistent=False)
-
-    def posterior(self, seen: Tensor, target: Tensor, action: Tensor, timing: Tensor) -> Tensor:
-        """From frames (batch, h, w, 12) and the next one (batch, h, w, 3) to (batch, bits) real numbers."""
-        x = linear(self.embed, torch.cat([seen, target], 3)).permute(0, 3, 1, 2)
-        x = convolve(self.conv1, modulated(x + timing.to(x.dtype), action))
-        deep = convolve(self.conv2, torch.relu(x))
-        return linear(self.read, torch.cat([self.pool1(x), self.pool2(deep)], 1)).float()
-
-    def mix(self, layer: Tensor, real: Tensor, drawn: Tensor, epsilon: Tensor) -> Tensor:
-        """The layer with bits put in, on the way from reading them exactly to drawing them."""
-        soft = torch.tanh(real + cut_normal(real, 0.2))
-        hard = soft + (torch.where(soft < 0, -1.0, 1.0) - soft).detach()
-        hard = torch.where(torch.rand_like(hard) < FLIPPED, -hard, hard)
-        # the original ends on the soft ones, though dreams have hard ones only
-        bits = mixed(hard, soft, epsilon if self.original else 1 - epsilon)
-        bits = mixed(drawn, bits, (1 - epsilon) * PREDICTED)
-        return mixed(self.put(layer, bits), layer, (1 - epsilon) * USED, per_sample=not self.original)
-
-    def put(self, layer: Tensor, bits: Tensor) -> Tensor:
-        return modulated(layer, linear(self.write, bits.to(layer.dtype)))
-
-    # --- the prior
-
-    def _begin(self, layer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gates of the first step, cell state, the table of each byte's part in the gates, and the weights and biases
-        that make the next logits and the next gates of a hidden state in one product."""
-        kind, cell = layer.dtype, self.cell
-        first, hidden, memory = linear(self.start, layer.flatten(1)).chunk(3, 1)
-        inward = cell.weight_ih.to(kind)
-        bias = (cell.bias_ih + cell.bias_hh).to(kind)
-        table = F.linear(self.byte_in.weight.t().to(kind) + self.byte_in.bias.to(kind), inward, bias)  # (256, gates)
-        gates = F.linear(first, inward, bias) + F.linear(hidden, cell.weight_hh.to(kind))
-        both = torch.cat([self.byte_out.weight, cell.weight_hh]).to(kind)
-        offset = F.pad(self.byte_out.bias, (0, len(cell.weight_hh))).to(kind)
-        return gates, memory.float(), table, both, offset
-
-    def prior_loss(self, layer: Tensor, real: Tensor) -> Tensor:
-        """Cross-entropy of the bytes, each told from those before it."""
-        bytes_ = self.pack(real > 0)  # (batch, bytes)
-        cell, kind = self.cell, layer.dtype
-        first, hidden, memory = linear(self.start, layer.flatten(1)).chunk(3, 1)
-        words = linear(self.byte_in, F.one_hot(bytes_[:, :-1], 256).to(kind))
-        inputs = torch.cat([first[:, None], F.dropout(words, PRIOR_DROPOUT)], 1)  # (batch, bytes, memory)
-        inward = F.linear(inputs, cell.weight_ih.to(kind), (cell.bias_ih + cell.bias_hh).to(kind))
-        memory, back, states = memory.float(), cell.weight_hh.t().to(kind), []
-        for gates in inward.unbind(1):
-            hidden, memory = lstm(torch.addmm(gates, hidden, back), memory)
-            states.append(hidden)
-        logits = linear(self.byte_out, F.dropout(torch.stack(states, 1), PRIOR_DROPOUT))
-        return F.cross_entropy(logits.flatten(0, 1).float(), bytes_.flatten())
-
-    @torch.no_grad()
-    def draw(self, layer: Tensor) -> Tensor:  # (batch, bits) of -1 and 1
-        gates, memory, table, both, offset = self._begin(layer)
-        noise = torch.rand(self.read.out_features // 8, len(layer), 256, device=layer.device)
-        gumbel = -(-noise.clamp(1e-20).log()).clamp(1e-20).log()  # the largest of logit + Gumbel noise is a draw
-        drawn = []
-        for extra in gumbel:
-            hidden, memory = lstm(gates, memory)
-            logits, onward = torch.addmm(offset, hidden, both.t()).split([256, len(both) - 256], 1)
-            drawn.append((logits.float() + extra).argmax(1))
-            gates = table[drawn[-1]] + onward
-        return self.unpack(torch.stack(drawn, 1))
-
-    def pack(self, bits: Tensor) -> Tensor:  # (batch, bits) booleans -> (batch, bytes), the lowest bit first
-        return (bits.unflatten(1, (-1, 8)) * self.powers).sum(2)
-
-    def unpack(self, bytes_: Tensor) -> Tensor:
-        return torch.where(bytes_[..., None] & self.powers > 0, 1.0, -1.0).flatten(1)
-
-
-def lstm(gates: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """One step after the products: (batch, 4 n) gates and (batch, n) cell state -> hidden and cell state."""
-    let_in, forget, value, out = gates.float().chunk(4, 1)
-    memory = forget.sigmoid() * memory + let_in.sigmoid() * value.tanh()
-    return (out.sigmoid() * memory.tanh()).to(gates.dtype), memory
 
 
 class World(nn.Module):
