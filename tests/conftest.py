@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from replaylab.data.episodes import Episodes, from_rows
+from replaylab.data.write import save
 
 
 def make_episodes(lengths=(5, 3, 8), observation=4, action=2, seed=0, discrete=False) -> Episodes:
@@ -35,3 +36,12 @@ def make_episodes(lengths=(5, 3, 8), observation=4, action=2, seed=0, discrete=F
 @pytest.fixture
 def episodes() -> Episodes:
     return make_episodes()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with two tiny datasets, and in it we are."""
+    monkeypatch.chdir(tmp_path)
+    for i, name in enumerate(("one", "two")):
+        save(make_episodes((30, 20, 30), seed=i), tmp_path / f"{name}.npz")
+    return tmp_path
