@@ -4,7 +4,8 @@
 
 Real play is scarce (Atari 100k: 102,400 steps), the dream is free. The world model predicts the next frame, the reward
 model reads rewards off frames, or off its inner maps; because rewards are rare, which transitions it is shown is what
-the strategies are about (models/reward.py). The defaults are the recommended preset, `fast`; `paper` has the paper's counts.
+the strategies are about (models/reward.py). The defaults are the recommended preset, `fast`; `paper` has the paper's
+counts.
 
 What world and reward model are worth is measured on whole episodes that never train them, and on the steps of the next
 collection before they do. Dreams may begin in held-out episodes: that trains the policy, which is not measured there.

@@ -22,7 +22,8 @@ from replaylab.trainer import Options
 
 # Milliseconds of one update at the default sizes on hopper's shapes (mbarc: on frames): of one seed on one core of an
 # AMD EPYC, and of a cell's seeds together on an H200 (benchmarks/results, benchmarks/NOTES.md;
-# bcq and mbarc beside other work). gormpo and mopo: of the policy, with as many updates of density and dynamics as came with it on hopper-medium.
+# bcq and mbarc beside other work). gormpo and mopo: of the policy, with as many updates of density and dynamics as came
+# with it on hopper-medium.
 UPDATE_MS: dict[str, dict[str, tuple[float, float]]] = {
     "bc": {"steps": (2.3, 0.19)},
     "dt": {"steps": (220.0, 1.9)},
