@@ -47,9 +47,9 @@ def test_which_steps_are_of_which_order():
             plan(*wrong)
 
 
-def exact(mean, deviation, extra=0.0, steps=15, order=2):
+def exact(mean, deviation, extra=0.0, steps=15, order=2, power=1.0):
     """Solve with the exact score of normal data, plus a constant."""
-    table = plan(steps, order)
+    table = plan(steps, order, power)
 
     def guess(x, i):
         alpha, sigma = table.alphas[i], table.sigmas[i]
@@ -68,6 +68,14 @@ def test_golden_vectors():
 @pytest.mark.parametrize("order", [1, 2])
 def test_many_steps_come_to_the_exact_answer(order):
     np.testing.assert_allclose(exact(0.3, 0.5, steps=4000, order=order), [-0.4511, 0.2990, 0.7991], atol=1e-3)
+
+
+def test_early_times_keep_the_spread():
+    times = plan(4, 2, 2.0).times
+    np.testing.assert_allclose(times, [1e-3 + 0.999 * u**2 for u in (1, 0.75, 0.5, 0.25)], atol=1e-12)
+    full = np.ptp(exact(0.3, 0.1, steps=4000))
+    lost = [1 - np.ptp(exact(0.3, 0.1, power=power)) / full for power in (1.0, 2.0)]
+    assert lost[0] > 0.3 and abs(lost[1]) < 0.1
 
 
 # --- the networks

@@ -9,6 +9,7 @@
 Guidance keeps the candidates where data is, so the choice by Q is one among actions that Q knows. The behaviour and the
 values know nothing of each other: they are trained in turn, side by side, or in separate runs. Everything about acting
 is chosen afterwards (`diffusion_dice_acting.py`). Networks are in `models/score.py`, the sampler in `models/solver.py`.
+With `--backup model` a Q is not learnt but foretold (`diffusion_dice_foresight.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,142 +26,26 @@ from torch import Tensor, nn
 
 from replaylab.algos import Normalizer, Phase, Spaces
 from replaylab.algos.diffusion_dice_acting import Sampling
+from replaylab.algos.diffusion_dice_foresight import Foresight
 from replaylab.algos.diffusion_dice_returns import UsualReturn
-from replaylab.config import knob
+from replaylab.algos.diffusion_dice_settings import ACTING, Config
+from replaylab.algos.diffusion_dice_settings import PRESETS as PRESETS
 from replaylab.data.episodes import Episodes
-from replaylab.data.rewards import RULES, name_of, tuned_rewards
+from replaylab.data.rewards import name_of, tuned_rewards
 from replaylab.data.sample import Later, Numbered, Pair, Store, Transitions
 from replaylab.errors import UsageError
 from replaylab.models.adam import adam
 from replaylab.models.draws import keys, normal, uniforms
 from replaylab.models.mlp import MLP, generators
 from replaylab.models.score import GuideNet, ScoreNet
-from replaylab.models.sdice import AGGREGATES, TWINS, Critics, Value, guide_loss, value_loss, weights
-from replaylab.models.solver import LAST, ORDERS, blend
+from replaylab.models.sdice import TWINS, Critics, Value, guide_loss, value_loss, weights
+from replaylab.models.solver import LAST, blend
 from replaylab.run import RunFolder
 from replaylab.tensors import under
 
 SHAPES_KEPT = 4  # batch shapes whose captured samplers are kept
 RETURNS_LR = 1e-3  # of the estimate of the data's return
-BACKUPS = ("values", "data")
 LOOKED_AT = 600  # actions of each kind in the picture of a bandit
-
-
-@dataclass
-class Config:
-    """Diffusion-DICE."""
-
-    stage: str = knob("both", "what to train", ("both", "behavior", "critic"))
-    behavior: str | None = knob(None, "run folder of `--stage behavior`, for `--stage critic`")
-    schedule: str = knob("in-turn", "behaviour before values, or both in one update", ("in-turn", "together"))
-    behavior_steps: int = knob(100_000, "updates of the behaviour model")
-    critic_steps: int = knob(300_000, "updates of values and guidance")
-    fidelity: str = knob("improved", "original: its range of returns and first weights", ("improved", "original"))
-    rewards: str = knob("auto", "range: divided by the range of returns; maze: 0 or -1", RULES)
-    normalize: bool = knob(True, "standardise observations with the data's mean and deviation; the original does not")
-    returns_steps: int = knob(5000, "updates of an estimate of the data's return, on which values build; 0: none")
-    returns_exact: bool = knob(False, "learn that as well as can be, not roughly; always so with `--backup data`")
-    backup: str = knob("values", "Q of the better policy, over V; or of the data, over its returns", BACKUPS)
-    trace: float = knob(0.9, "of `--backup data`: how far a return is logged rewards, not an estimate; 0: one step")
-    # behaviour
-    behavior_batch: int = knob(4096, "rows a batch of the behaviour model")
-    behavior_lr: float = knob(1e-4, "Adam's learning rate of the behaviour model")
-    behavior_lr_decay: bool = knob(True, "let it fall to zero along a cosine")
-    behavior_ema: float = knob(0.0, "act with a running mean of its weights, of this decay (0.9999, say); 0: without")
-    behavior_width: int = knob(512, "of its widest layers")
-    # values and guidance
-    alpha: float = knob(0.5, "how far from the data: small is greedy, large stays with the behaviour")
-    gamma: float = knob(0.99, "discount")
-    tau: float = knob(0.005, "how far the target values move to the values at each update")
-    batch_size: int = knob(512, "rows a batch of values and guidance")
-    noise_copies: int = knob(16, "noisy copies of each action for the guidance")
-    least_weight: float = knob(1e-40, "of an action: how deep the guidance may think of it, the log of this")
-    time_power: float = knob(1.0, "times of that noise are drawn as u^power: above 1 more of them are early")
-    ensemble: int = knob(10, "further Qs to choose actions with; 0: the target values choose")
-    advantage: bool = knob(True, "the ensemble learns Q - V, and guides too; the original's learns Q and only chooses")
-    hidden: list[int] = knob([256, 256], "hidden layers of V and of each Q")
-    twins: str = knob("min", "what V learns from: the lesser of the two target Qs, or their mean", ("min", "mean"))
-    critic_norm: bool = knob(False, "LayerNorm in each Q too; the original has it in V alone")
-    guide_hidden: list[int] = knob([256, 256, 256, 256], "hidden layers of the guidance")
-    value_lr: float = knob(3e-4, "AdamW's learning rate of the values")
-    guide_lr: float = knob(3e-4, "AdamW's learning rate of the guidance")
-    precision: str = knob("fp32", "of the guidance in training (fp32 is TF32 on CUDA)", ("fp32", "bf16"))
-    lr_decay: bool = knob(True, "let both fall to min_lr along a cosine")
-    min_lr: float = knob(0.0, "where that cosine ends")
-    weight_decay: float = knob(1e-4, "decoupled weight decay of values and guidance")
-    # acting
-    guidance: float | None = knob(None, "weight of the guidance; default: by the data's name, 1 to 4")
-    candidates: int = knob(16, "actions drawn for each state, of which one is chosen")
-    filter: str = knob("max", "take the best candidate, or draw by softmax", ("max", "softmax"))
-    temperature: float = knob(1.0, "of that softmax")
-    aggregate: str = knob("mean", "of the Qs that choose; lcb: mean - deviation", AGGREGATES)
-    solver_steps: int = knob(15, "network evaluations for an action")
-    solver_order: int = knob(2, "of the solver, 1 or 2")
-    clip_actions: str = knob("none", "to the action box: before or after the choice", ("none", "before", "after"))
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "temperature", "value_lr", "guide_lr", "behavior_lr", "least_weight", "time_power"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"{name} must be above 0, not {getattr(self, name):g}")
-        for name in ("candidates", "solver_steps", "behavior_steps", "critic_steps", "noise_copies", "batch_size",
-                     "behavior_batch"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name, least in (("ensemble", 0), ("returns_steps", 0), ("min_lr", 0), ("behavior_width", 4)):
-            if not getattr(self, name) >= least:
-                raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        for name in ("gamma", "tau", "trace", "behavior_ema"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"{name} must be from 0 to 1, not {getattr(self, name):g}")
-        if min([*self.hidden, *self.guide_hidden], default=1) < 1:
-            raise UsageError("hidden layers must have at least 1 number")
-        if self.guidance is not None and not math.isfinite(self.guidance):
-            raise UsageError(f"guidance must be a number, not {self.guidance:g}")
-        if self.solver_order not in ORDERS:
-            raise UsageError(f"solver_order must be 1 or 2, not {self.solver_order}")
-        if self.backup == "data" and not self.returns_steps:
-            raise UsageError("--backup data builds on an estimate of the data's return: returns_steps must be above 0")
-        if (self.stage == "critic") != (self.behavior is not None):
-            raise UsageError("--stage critic and --behavior RUN belong together")
-
-
-ACTING = (
-    "guidance", "candidates", "filter", "temperature", "aggregate", "solver_steps", "solver_order", "clip_actions",
-)  # fmt: skip
-
-_MAZE = {"noise_copies": 32, "ensemble": 0, "filter": "softmax", "aggregate": "first", "candidates": 1}
-_PAPER = {
-    "behavior_steps": 600_000, "critic_steps": 1_000_000, "behavior_lr_decay": False, "lr_decay": False,
-    "min_lr": 1e-4, "fidelity": "original", "normalize": False, "returns_steps": 0, "advantage": False,
-}  # fmt: skip
-_ROBOT = {  # far-sighted: with 0.99 a hopper sees its fall too late; for the rest see docs/diffusion-dice.md
-    "gamma": 0.997, "backup": "data", "returns_steps": 7000, "alpha": 0.2, "critic_norm": True, "value_lr": 1e-3,
-    "guidance": 1.0, "clip_actions": "before",
-}  # fmt: skip
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": _PAPER,
-    # where data is of one mind the Qs of candidates differ by noise alone: softmax leaves that alone, max does not
-    "locomotion": _ROBOT | {"critic_steps": 50_000, "behavior_lr": 3e-4, "filter": "softmax", "temperature": 0.02},
-    "quick": _ROBOT | {  # ten minutes on a CPU core
-        "behavior_steps": 25_000, "behavior_batch": 512, "behavior_lr": 1e-3, "behavior_width": 128,
-        "critic_steps": 4000, "batch_size": 256, "noise_copies": 2, "ensemble": 4, "guide_hidden": [128, 128, 128],
-        "guide_lr": 1e-3, "tau": 0.02,
-    },
-    "antmaze": _PAPER | _MAZE | {"eval_episodes": 50},
-    # a shorter schedule. With the lesser twin V falls below -100; without a floor under the weights guidance shatters
-    "maze": _MAZE | {"twins": "mean", "ensemble": 10, "least_weight": 0.02, "guidance": 4.0},
-    "toy": {  # a minute on a CPU
-        "behavior_steps": 2000, "critic_steps": 2000, "behavior_batch": 256, "behavior_width": 64, "behavior_lr": 2e-3,
-        "batch_size": 256, "noise_copies": 2, "hidden": [64, 64], "guide_hidden": [64, 64, 64], "value_lr": 2e-3,
-        "guide_lr": 3e-3, "time_power": 2.0, "least_weight": 0.02, "ensemble": 2, "alpha": 0.02, "candidates": 64,
-        "returns_steps": 0, "advantage": False,
-    },
-    "debug": {
-        "behavior_steps": 200, "critic_steps": 200, "behavior_batch": 128, "behavior_width": 32, "behavior_lr": 1e-3,
-        "batch_size": 64, "noise_copies": 4, "hidden": [32, 32], "guide_hidden": [32, 32], "ensemble": 2,
-        "candidates": 4, "returns_steps": 20, "eval_every": -1, "final_episodes": 2,
-    },
-}  # fmt: skip
 
 
 def usual_preset(episodes: Episodes) -> str | None:
@@ -178,9 +63,14 @@ def counters(config: Config) -> dict[str, int]:
     first, second = config.stage != "critic", config.stage != "behavior"
     return {
         "behavior_steps": first * config.behavior_steps,
-        "returns_steps": second * config.returns_steps,
+        "returns_steps": second * returns_steps(config),
         "critic_steps": second * config.critic_steps,
     }
+
+
+def returns_steps(config: Config) -> int:
+    """Models foretell rewards and states, which V takes as they are."""
+    return 0 if config.backup == "model" else config.returns_steps
 
 
 def usual_guidance(name: str) -> float:
@@ -235,16 +125,21 @@ class Agent(nn.Module):
         self.score = ScoreNet(own, state, action, config.behavior_width)
         self.average = copy.deepcopy(self.score).requires_grad_(False) if config.behavior_ema else None
         self.guide: GuideNet | None = None
-        if config.stage != "behavior":
-            if config.returns_steps:
-                one = generators([0])  # of the data, so one for all seeds
-                hidden = config.hidden
-                self.returns = Value(one, state, hidden) if self.exact else MLP(one, state, hidden, 1)
-            self.value = Value(own, state, config.hidden)
-            original = config.fidelity == "original"
-            self.guide = GuideNet(own, state, action, config.guide_hidden, balanced=not original)
-            shape = (len(self.seeds), state + action, config.hidden)
-            self.critics = Critics(of_qs, *shape, original, config.critic_norm, config.twins == "min")
+        self.foresight: Foresight | None = None
+        if config.stage == "behavior":
+            return
+        original = config.fidelity == "original"
+        self.guide = GuideNet(own, state, action, config.guide_hidden, balanced=not original)
+        if config.backup == "model":
+            self.foresight = Foresight(config, self.seeds, state, action)
+            return
+        if config.returns_steps:
+            one = generators([0])  # of the data, so one for all seeds
+            hidden = config.hidden
+            self.returns = Value(one, state, hidden) if self.exact else MLP(one, state, hidden, 1)
+        self.value = Value(own, state, config.hidden)
+        shape = (len(self.seeds), state + action, config.hidden)
+        self.critics = Critics(of_qs, *shape, original, config.critic_norm, config.twins == "min")
 
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
         config = self.config
@@ -254,12 +149,16 @@ class Agent(nn.Module):
             return adam(trained, torch.tensor(rate, device=self.device), weight_decay=decay)
 
         found = {"score": make(self.score, config.behavior_lr, 0.0)}
-        if self.guide is not None:
-            if config.returns_steps:
-                found["returns"] = make(self.returns, RETURNS_LR, 0.0)
+        if self.guide is None:
+            return found
+        if returns_steps(config):
+            found["returns"] = make(self.returns, RETURNS_LR, 0.0)
+        if self.foresight is None:
             found["value"] = make(self.value, config.value_lr, config.weight_decay)
             found["critics"] = make(self.critics, config.value_lr, config.weight_decay)
-            found["guide"] = make(self.guide, config.guide_lr, config.weight_decay)
+        else:
+            found["value"] = make(self.foresight.value, config.value_lr, config.weight_decay)
+        found["guide"] = make(self.guide, config.guide_lr, config.weight_decay)
         return found
 
     # --- the phases
@@ -290,7 +189,7 @@ class Agent(nn.Module):
         else:
             found = self._together(behavior, critic)
         found[-1].finish = self.findings
-        found = [*self._returns(episodes, store), *found]
+        found = [*self._before(episodes, store), *found]
         if config.stage == "critic":
             if RunFolder(str(config.behavior)).exists():
                 self._load_behavior()  # at once: what does not fit is said before any folder is touched
@@ -298,8 +197,13 @@ class Agent(nn.Module):
                 found[0].begin = self._load_behavior  # a run that is resumed has its own copy
         return found
 
-    def _returns(self, episodes: Episodes, store: Store) -> list[Phase]:
+    def _before(self, episodes: Episodes, store: Store) -> list[Phase]:
+        """What values build on."""
         config = self.config
+        if self.foresight is not None:
+            phase = self.foresight.phase(episodes, self.device)
+            self.optimizers["dynamics"] = phase.sampler.optimizer
+            return [phase]
         if not config.returns_steps:
             return []
         told = lambda observations: self.returns(self.seen(observations)).view(1, -1)  # noqa: E731
@@ -316,10 +220,15 @@ class Agent(nn.Module):
         self.returns_done += 1
         return {"returns_error": error.square().mean(1).expand(len(self.seeds))}
 
+    def training_state(self) -> dict[str, Tensor]:
+        return {} if self.foresight is None else self.foresight.training_state()
+
     def load_training_state(self, tensors: dict[str, Tensor]) -> None:
         """Rewards are no part of a checkpoint: they are shaped again."""
-        if 0 < self.config.returns_steps <= self.returns_done:
+        if 0 < returns_steps(self.config) <= self.returns_done:
             self.usual.shape()
+        if self.foresight is not None:
+            self.foresight.load_training_state(tensors)
 
     def _together(self, behavior: Phase, critic: Phase) -> list[Phase]:
         """Both in one update while both last, then the longer one alone. Each draws what it draws in turn."""
@@ -399,12 +308,31 @@ class Agent(nn.Module):
         return {"score_loss": error.square().sum(-1).mean(1)}
 
     def critic_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """V, then Q towards the new V, then the targets, then the guidance: in the original's order."""
-        config, actions, size = self.config, batch["actions"], batch["actions"].shape[1]
+        """Values, then the guidance towards what is better than usual."""
+        config, actions = self.config, batch["actions"]
         states, following = self.seen(batch["observations"]), self.seen(batch["next_observations"])
         if config.lr_decay:
-            rates = {"value": config.value_lr, "critics": config.value_lr, "guide": config.guide_lr}
+            rates = {"value": config.value_lr, "guide": config.guide_lr}
+            rates |= {"critics": config.value_lr} if self.foresight is None else {}
             self._set_rates(rates, config.min_lr, self.critic_done, config.critic_steps)
+        learn = self._learn_values if self.foresight is None else self._learn_foresight
+        better, found = learn(batch, states, following)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+            output = self.energies(states, actions).float()
+        energy = output.detach()
+        g_loss, slope = guide_loss(energy, weights(better, config.least_weight))
+        self._descend("guide", output, slope)
+        self.critic_done += 1
+        return found | {
+            "guide_loss": g_loss, "energy": energy.mean((1, 2)), "energy_min": energy.amin((1, 2)),
+            "energy_max": energy.amax((1, 2)),
+        }  # fmt: skip
+
+    def _learn_values(
+        self, batch: dict[str, Tensor], states: Tensor, following: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """V, then Q towards the new V, then the targets: in the original's order. y of the rows, and metrics."""
+        config, actions, size = self.config, batch["actions"], batch["actions"].shape[1]
         value = self.value(states)
         v_loss, slope, y = value_loss(value.detach(), self._target(states, actions), config.alpha)
         self._descend("value", value, slope)
@@ -421,18 +349,26 @@ class Agent(nn.Module):
             better = q.detach()[:, TWINS:].mean(1) / config.alpha
         else:
             better = (self._target(states, actions) - values[:, size:]) / config.alpha
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-            output = self.energies(states, actions).float()
-        energy = output.detach()
-        g_loss, slope = guide_loss(energy, weights(better, config.least_weight))
-        self._descend("guide", output, slope)
-        self.critic_done += 1
-        found = {
-            "value_loss": v_loss, "critic_loss": q_loss[:, :TWINS].sum(1), "guide_loss": g_loss,
-            "value": values[:, size:].mean(1), "y": y.mean(1), "y_min": y.amin(1), "y_max": y.amax(1),
-            "energy": energy.mean((1, 2)), "energy_min": energy.amin((1, 2)), "energy_max": energy.amax((1, 2)),
-        }  # fmt: skip
-        return found | ({"ensemble_loss": q_loss[:, TWINS:].mean(1)} if config.ensemble else {})
+        found = {"value_loss": v_loss, "critic_loss": q_loss[:, :TWINS].sum(1), "value": values[:, size:].mean(1)}
+        if config.ensemble:
+            found["ensemble_loss"] = q_loss[:, TWINS:].mean(1)
+        return better, found | {"y": y.mean(1), "y_min": y.amin(1), "y_max": y.amax(1)}
+
+    def _learn_foresight(
+        self, batch: dict[str, Tensor], states: Tensor, following: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Each V towards what was logged and the slow Vs of the state that came."""
+        assert self.foresight is not None
+        config, ahead = self.config, self.foresight
+        goal = ahead.goal(batch["rewards"], batch["terminated"], following)
+        values = ahead.values(ahead.value, states)
+        told = values.detach()
+        loss, slope, _ = value_loss(told.flatten(0, 1), goal.repeat_interleave(config.values, 0), config.alpha)
+        self._descend("value", values, slope.view(values.shape))
+        ahead.track()
+        y = (goal - told.mean(1)) / config.alpha
+        found = {"value_loss": loss.view(told.shape[:2]).mean(1), "value": told.mean((1, 2))}
+        return y, found | {"y": y.mean(1), "y_min": y.amin(1), "y_max": y.amax(1)}
 
     @torch.no_grad()
     def _target(self, states: Tensor, actions: Tensor) -> Tensor:
@@ -453,6 +389,13 @@ class Agent(nn.Module):
         return self.guide.body(noisy.flatten(1, 2), self.guide.condition(time, states)).view(noisy.shape[:3])
 
     # --- acting
+
+    def judge(self, states: Tensor, actions: Tensor) -> Tensor:
+        """What each Q thinks of actions in standardised states: (seeds, judges, rows)."""
+        if self.foresight is None:
+            return self.critics.judge(states, actions)
+        raw = states * self.normalizer.std + self.normalizer.mean if self.config.normalize else states
+        return self.foresight.judge(raw, actions, self.seen)
 
     @property
     def acting_score(self) -> ScoreNet:
@@ -489,7 +432,7 @@ class Agent(nn.Module):
         self.config = kept
         for name, actions in shown.items():
             states = self.seen(self.only_state.expand(len(self.seeds), len(actions[0]), -1))
-            q = self.critics.judge(states, actions).mean(1)
+            q = self.judge(states, actions).mean(1)
             columns = torch.cat([actions, q[..., None]], -1)[0].cpu().double().numpy()
             found[name] = np.round(columns, 3).tolist()  # rows of (x, y, Q)
         return found

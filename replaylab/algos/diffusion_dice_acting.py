@@ -20,7 +20,7 @@ class Sampling:
         self.agent, config = agent, agent.config
         members, device = len(agent.seeds), agent.device
         self.candidates = 1 if agent.guide is None else config.candidates
-        self.plan = plan(config.solver_steps, config.solver_order)
+        self.plan = plan(config.solver_steps, config.solver_order, config.solver_power)
         self.guide = None if config.guidance == 0 else agent.guide
         self.scale = agent.usual_guidance if config.guidance is None else torch.tensor(config.guidance, device=device)
         self.states = torch.zeros(members, rows, agent.sizes[0], device=device)
@@ -51,7 +51,7 @@ class Sampling:
 
     def choose(self, states: Tensor, actions: Tensor) -> Tensor:  # -> (seeds, rows, action)
         agent, config = self.agent, self.agent.config
-        values = agent.critics.judge(states.repeat_interleave(self.candidates, 1), actions)  # (seeds, judges, ...)
+        values = agent.judge(states.repeat_interleave(self.candidates, 1), actions)  # (seeds, judges, ...)
         score = aggregated(values, config.aggregate).view(self.races.shape)
         if config.filter == "softmax":  # the largest of score / temperature + Gumbel noise is a draw
             score = score / config.temperature - self.races.log()

@@ -9,7 +9,7 @@ weights depend on the times alone and are tabulated once; what follows is a shor
 
 The grid is uniform in time, and the last step is of order 1: with 15 evaluations seven steps of order 2 and one of
 order 1. That last step is a coarse one and narrows the spread of samples a little. It is part of the method: a policy
-tuned with this solver wants this solver.
+tuned with this solver wants this solver. `power` makes the steps near the data finer, which keeps more of the spread.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def orders(evaluations: int, order: int) -> list[int]:
 
 
 @lru_cache
-def plan(evaluations: int = 15, order: int = 2) -> Plan:
+def plan(evaluations: int = 15, order: int = 2, power: float = 1.0) -> Plan:
     if evaluations < 1 or order not in ORDERS:
         raise UsageError(f"the solver takes at least 1 step of order 1 or 2, not {evaluations} of order {order}")
-    grid = [FIRST + (LAST - FIRST) * i / evaluations for i in range(evaluations + 1)]
+    grid = [LAST + (FIRST - LAST) * (1 - i / evaluations) ** power for i in range(evaluations + 1)]
     steps, at = [], 0
     for size in orders(evaluations, order):
         steps.append(_step(grid, at) if size == 1 else _double(grid, at))

@@ -1,0 +1,95 @@
+"""Diffusion-DICE that looks one step ahead: Q(s, a) = r + gamma V(s'), with s' and r as logged, or as models tell them.
+
+A Q that is learnt from logged actions alone ranks the candidates of a state poorly: they differ by a hundredth of what
+states differ by. A model of one step knows little more than physics, and V does the rest. So there is no Q here:
+
+    values     each V learns from r + gamma V(s') of logged rows, with the same loss as before; V(s') is the mean of
+               several, slowly moving: a single V, asked for the better half of its own errors, climbs on them
+    models     an ensemble of Gaussians for (s' - s, r), as MOPO has it; only its means are used
+    choosing   each model judges each candidate by the reward and by the value of the state that it foretells
+
+That wants steps that are nearly deterministic, and episodes that do not end by themselves: models foretell no end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from replaylab.algos import Phase
+from replaylab.data.episodes import Episodes
+from replaylab.errors import DataError
+from replaylab.models.dynamics import Dynamics, Fit
+from replaylab.models.imagine import Logged
+from replaylab.models.mlp import generators
+from replaylab.models.sdice import Value
+from replaylab.tensors import under
+
+
+class Foresight(nn.Module):
+    def __init__(self, config: Any, seeds: Sequence[int], state: int, action: int):
+        super().__init__()
+        self.config, self.seeds = config, list(seeds)
+        self.value = Value(generators(seeds, config.values), state, config.hidden)
+        self.slow = copy.deepcopy(self.value).requires_grad_(False)
+        self.dynamics = Dynamics(seeds, state, action, config.model_hidden, config.models, config.models)
+        self.fit: Fit | None = None  # until the models are done
+
+    # --- the models
+
+    def phase(self, episodes: Episodes, device: torch.device) -> Phase:
+        ends = int(episodes.terminated.sum())
+        if ends:
+            raise DataError(
+                f"{ends:,} episodes of this log end by themselves, which models of a step do not foresee: "
+                "pass --backup data or values"
+            )
+        data = Logged(episodes, device)
+        inputs = torch.cat([data.observations, data.actions], 1)
+        targets = torch.cat([data.following - data.observations, data.rewards[:, None]], 1)
+        self.fit = fit = Fit(self.dynamics, self.seeds, inputs, targets, max_epochs=self.config.model_epochs)
+        hooks: dict[str, Any] = {"every": fit.batches, "hook": fit.hook, "stop": fit.stop, "finish": self._finish}
+        return Phase("dynamics", fit.steps, fit, fit.update, evaluates=False, **hooks)
+
+    def _finish(self) -> dict[str, Any]:
+        assert self.fit is not None
+        findings, self.fit = self.fit.finish(), None
+        return findings
+
+    def training_state(self) -> dict[str, Tensor]:
+        return {} if self.fit is None else {f"fit.{k}": v for k, v in self.fit.state().items()}
+
+    def load_training_state(self, tensors: dict[str, Tensor]) -> None:
+        if self.fit is not None and "fit.best" in tensors:
+            self.fit.load(under("fit.", tensors))
+        else:
+            self.fit = None  # they were done
+
+    # --- the values
+
+    def values(self, net: nn.Module, states: Tensor) -> Tensor:  # (seeds, rows, state) -> (seeds, values, rows)
+        return net(states.repeat_interleave(self.config.values, 0)).view(len(states), self.config.values, -1)
+
+    @torch.no_grad()
+    def goal(self, rewards: Tensor, terminated: Tensor, following: Tensor) -> Tensor:  # (seeds, rows)
+        return rewards + self.config.gamma * (1 - terminated) * self.values(self.slow, following).mean(1)
+
+    @torch.no_grad()
+    def track(self) -> None:
+        torch._foreach_lerp_(tuple(self.slow.parameters()), tuple(self.value.parameters()), self.config.tau)
+
+    # --- choosing
+
+    def judge(self, observations: Tensor, actions: Tensor, seen: Callable[[Tensor], Tensor]) -> Tensor:
+        """What each model thinks: (seeds, rows, ...) -> (seeds, models, rows). V sees states through `seen`."""
+        seeds, models = len(observations), self.config.models
+        inputs = self.dynamics.inputs(observations, actions).repeat_interleave(models, 0)
+        told, _ = self.dynamics.predict(inputs, self.dynamics.networks(elites_only=True))
+        change, rewards = told.unflatten(0, (seeds, models)).split([observations.shape[-1], 1], -1)
+        following = seen(observations[:, None] + change)  # (seeds, models, rows, state)
+        ahead = self.values(self.value, following.flatten(1, 2)).mean(1).view(rewards.shape[:3])
+        return rewards[..., 0] + self.config.gamma * ahead
