@@ -118,7 +118,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # where data is of one mind the Qs of candidates differ by noise alone: softmax leaves that alone, max does not
     "locomotion": _ROBOT | {"critic_steps": 50_000, "behavior_lr": 3e-4, "filter": "softmax", "temperature": 0.02},
     "runner": {  # robots that cannot fall
-        "backup": "model", "gamma": 0.97, "alpha": 0.2, "tau": 0.02, "value_lr": 1e-3, "critic_steps": 50_000,
+        "backup": "model", "gamma": 0.97, "alpha": 0.1, "tau": 0.02, "value_lr": 1e-3, "critic_steps": 50_000,
         "behavior_lr": 3e-4, "least_weight": 0.02, "time_power": 2.0, "guidance": 1.0, "candidates": 64,
         "solver_power": 2.0, "clip_actions": "before",
     },
