@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -61,3 +62,7 @@ def require(module: str, purpose: str) -> ModuleType:
     except ImportError as error:
         package, extra = _EXTRAS[module.split(".")[0]]
         raise MissingExtra(f"{purpose} needs {package}: pip install 'replaylab[{extra}]'") from error
+    except Exception as error:  # MuJoCo, where a graphics driver is asked for that is not there
+        asked = os.environ.get("MUJOCO_GL") if module == "mujoco" else None
+        hint = f"; without MUJOCO_GL={asked} in the environment it may" if asked else ""
+        raise UsageError(f"{purpose} needs {module}, which does not load here ({error}){hint}") from error

@@ -360,6 +360,16 @@ def test_missing_mujoco_says_what_to_install(monkeypatch):
             make()
 
 
+def test_mujoco_without_the_driver_it_is_asked_for(monkeypatch, tmp_path):
+    (tmp_path / "mujoco.py").write_text("None.eglQueryString")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    monkeypatch.delitem(sys.modules, "mujoco")
+    monkeypatch.delitem(sys.modules, "replaylab.envs.d4rl")
+    with pytest.raises(UsageError, match=r"mujoco, which does not load here .*eglQueryString.*; without MUJOCO_GL=egl"):
+        envs.make("hopper")
+
+
 # --- reacher2d --------------------------------------------------------------------------------------------------
 
 
