@@ -121,6 +121,8 @@ def test_a_cut_run_ends_like_a_whole_one(cut, tmp_path, monkeypatch):
     assert dice.returns_steps(dice.Config(backup="model")) == 0
     cut_and_resumed(log, tmp_path, monkeypatch, cut, settings)
     assert RunFolder(tmp_path / "cut").info()["findings"]["dynamics"]["epochs"]
+    page = replaylab.report([tmp_path / "cut"], tmp_path / "page.html").read_text()
+    assert "Models of one step" in page and "Member 1" in page and "not readable" not in page
 
 
 def test_seeds_do_not_know_their_company():

@@ -12,6 +12,7 @@ from replaylab import charts
 from replaylab.algos.diffusion_dice import ACTING
 from replaylab.page import Html, aligned, escape, grid, number, table
 from replaylab.results import Run, finite, rows_of, text
+from replaylab.sections.gormpo import BROKEN, ensemble
 
 WAYS = ("data", "selection alone", "guidance alone", "both")
 GRID = ("guidance", "candidates")
@@ -19,12 +20,14 @@ GRID = ("guidance", "candidates")
 
 def sections(run: Run) -> list[tuple[str, Html]]:
     found: dict[str, Any] = {}
-    for part in _dict(run.info.get("findings")).values():
+    findings = _dict(run.info.get("findings"))
+    for part in findings.values():
         found |= _dict(part)
     parts = [
         ("One state, actions in the plane", _pictures(found)),
         ("Guidance and candidates", _sweep(run, finite(found.get("guidance")))),
         ("What the critic believes", _beliefs(run)),
+        ("Models of one step", _models(_dict(findings.get("dynamics")))),
     ]
     return [(title, body) for title, body in parts if body]
 
@@ -120,6 +123,13 @@ def _cells(cells: dict[tuple, dict[str, Any]]) -> Html:
 
 
 # --- the critic
+
+
+def _models(found: dict[str, Any]) -> Html:
+    try:
+        return ensemble(found) if found else Html("")
+    except BROKEN:
+        return charts.nothing("What the run found is not readable.")
 
 
 def _beliefs(run: Run) -> Html:

@@ -17,7 +17,7 @@ def sections(run: Run) -> list[tuple[str, Html]]:
     findings = _dict(run.info.get("findings"))
     dynamics, policy = _dict(findings.get("dynamics")), _dict(findings.get("policy"))
     parts = [
-        ("Dynamics ensemble", _ensemble, dynamics),
+        ("Dynamics ensemble", ensemble, dynamics),
         ("Density", _density, _dict(dynamics.get("density") or policy.get("density"))),
         ("Support of the policy", _support, _dict(policy.get("support"))),
     ]
@@ -36,7 +36,7 @@ def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _ensemble(found: dict[str, Any]) -> Html:
+def ensemble(found: dict[str, Any]) -> Html:
     errors, elites, coverage = found["error"], found["elites"], _dict(found.get("coverage"))
     members = len(errors[0])
     head = ["Seed", *(f"Member {m}" for m in range(members)), "Guessing the mean", "Epochs"]
@@ -50,7 +50,7 @@ def _ensemble(found: dict[str, Any]) -> Html:
         table(head, rows)
         + Html(
             f'<p class="note">Mean squared error on {number(found.get("holdout_rows"))} held-out rows, in the data\'s '
-            "units, of state change and reward; * marks the elites, which imagine.</p>"
+            "units, of state change and reward; * marks the elites, which are used.</p>"
         )
         + table(["Seed", *(f"{number(p)} % intervals hold" for p in coverage)], shares)
         + Html('<p class="note">Held-out numbers inside the elites\' own intervals: calibration.</p>')
