@@ -175,6 +175,8 @@ def test_the_shipped_files_are_valid(place):
         replaylab.save(make_episodes(), place / "data" / name, format="native")
     locomotion = read_plan(benchmarks / "locomotion.yaml")
     assert "bc10-hopper-medium-expert" in [c.name for c in locomotion.cells]
+    busy = read_plan(benchmarks / "busy.yaml")
+    assert len(busy.cells) == 8 and all(len(c.seeds) == 5 for c in busy.cells)
     small = {"bc", "bcq", "mopo", "gormpo"}  # networks
     assert all(len(c.seeds) == (5 if c.system in small else 3) for c in locomotion.cells)
 

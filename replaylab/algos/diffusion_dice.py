@@ -153,11 +153,9 @@ class Agent(nn.Module):
             return found
         if returns_steps(config):
             found["returns"] = make(self.returns, RETURNS_LR, 0.0)
-        if self.foresight is None:
-            found["value"] = make(self.value, config.value_lr, config.weight_decay)
-            found["critics"] = make(self.critics, config.value_lr, config.weight_decay)
-        else:
-            found["value"] = make(self.foresight.value, config.value_lr, config.weight_decay)
+        values = {"value": self.foresight.value} if self.foresight else {"value": self.value, "critics": self.critics}
+        for name, net in values.items():
+            found[name] = make(net, config.value_lr, config.weight_decay)
         found["guide"] = make(self.guide, config.guide_lr, config.weight_decay)
         return found
 

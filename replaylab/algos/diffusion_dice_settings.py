@@ -113,20 +113,21 @@ _ROBOT = {  # far-sighted: with 0.99 a hopper sees its fall too late; for the re
     "gamma": 0.997, "backup": "data", "returns_steps": 7000, "alpha": 0.2, "critic_norm": True, "value_lr": 1e-3,
     "guidance": 1.0, "clip_actions": "before",
 }  # fmt: skip
+_RUNNER = {  # robots that cannot fall
+    "backup": "model", "gamma": 0.97, "alpha": 0.1, "tau": 0.02, "value_lr": 1e-3, "least_weight": 0.02,
+    "time_power": 2.0, "guidance": 1.0, "candidates": 64, "solver_power": 2.0, "clip_actions": "before",
+}  # fmt: skip
+_SMALL = {  # for a CPU core
+    "behavior_steps": 25_000, "behavior_batch": 512, "behavior_lr": 1e-3, "behavior_width": 128, "batch_size": 256,
+    "noise_copies": 2, "guide_hidden": [128, 128, 128], "guide_lr": 1e-3,
+}  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
     # where data is of one mind the Qs of candidates differ by noise alone: softmax leaves that alone, max does not
     "locomotion": _ROBOT | {"critic_steps": 50_000, "behavior_lr": 3e-4, "filter": "softmax", "temperature": 0.02},
-    "runner": {  # robots that cannot fall
-        "backup": "model", "gamma": 0.97, "alpha": 0.1, "tau": 0.02, "value_lr": 1e-3, "critic_steps": 50_000,
-        "behavior_lr": 3e-4, "least_weight": 0.02, "time_power": 2.0, "guidance": 1.0, "candidates": 64,
-        "solver_power": 2.0, "clip_actions": "before",
-    },
-    "quick": _ROBOT | {  # ten minutes on a CPU core
-        "behavior_steps": 25_000, "behavior_batch": 512, "behavior_lr": 1e-3, "behavior_width": 128,
-        "critic_steps": 4000, "batch_size": 256, "noise_copies": 2, "ensemble": 4, "guide_hidden": [128, 128, 128],
-        "guide_lr": 1e-3, "tau": 0.02,
-    },
+    "runner": _RUNNER | {"critic_steps": 50_000, "behavior_lr": 3e-4},
+    "quick": _ROBOT | _SMALL | {"critic_steps": 4000, "ensemble": 4, "tau": 0.02},  # ten minutes
+    "quick-runner": _RUNNER | _SMALL | {"critic_steps": 16_000, "models": 2, "model_epochs": 15},
     "antmaze": _PAPER | _MAZE | {"eval_episodes": 50},
     # a shorter schedule. With the lesser twin V falls below -100; without a floor under the weights guidance shatters
     "maze": _MAZE | {"twins": "mean", "ensemble": 10, "least_weight": 0.02, "guidance": 4.0},

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from replaylab.errors import UsageError, nearest
+from replaylab.sweep.busy import Busy
 from replaylab.sweep.estimate import Watch, describe, estimate, finished_before, say
 from replaylab.sweep.local import run_local
 from replaylab.sweep.plan import Cell, Plan, read_plan
@@ -71,16 +72,20 @@ def run(
     queue.write(plan)
     began = time.time()
     watch = Watch(plan.name, queue, plan.cells, {name: guess[0] for name, guess in guesses.items()}, workers)
+    busy = None
     if on == "ray":
         from replaylab.sweep.cluster import run_ray
 
         run_ray(plan, queue, watch, began, **options)
     else:
-        run_local(plan, queue, watch, places, began)
+        with Busy(queue.status / "gpu.txt", places) as gpus:
+            run_local(plan, queue, watch, places, began)
+        busy = gpus.share()
     found = outcome(queue, plan.cells)
+    said = "" if busy is None else f", GPU {busy:.0f} % busy"
     say(
         f"{plan.name}: {len(found.finished)} of {found.cells} cells finished, {len(found.failed)} failed, "
-        f"{len(found.left)} left, {time.time() - began:.0f} s; compare them with: replaylab report {queue.folder}"
+        f"{len(found.left)} left, {time.time() - began:.0f} s{said}; compare them with: replaylab report {queue.folder}"
     )
     return found
 

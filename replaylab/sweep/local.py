@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from replaylab.errors import UsageError
+from replaylab.sweep.busy import physical
 from replaylab.sweep.estimate import Watch
 from replaylab.sweep.plan import Cell, Plan
 from replaylab.sweep.queue import Queue
@@ -107,10 +108,7 @@ def run_local(plan: Plan, queue: Queue, watch: Watch, devices: Sequence[str], be
 
 def _start(queue: Queue, device: str, began: float) -> subprocess.Popen[bytes]:
     code = f"from replaylab.sweep.local import work; work({str(queue.folder)!r}, {began!r})"
-    kind, _, index = device.partition(":")
-    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]  # cuda:0 is the first of these
-    index = visible[int(index or 0)] if visible else index or "0"
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES=index if kind == "cuda" else "")
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES=physical(device) if device.startswith("cuda") else "")
     with open(queue.status / "workers.log", "ab") as log:
         return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=log, stderr=log)
 
