@@ -54,7 +54,7 @@ class Config(ppo.Config):
     games: int = knob(8, "real games played side by side; each goes on in the next epoch")
     held_out: float = knob(0.05, "share of real steps, in whole episodes, that judge the models and never train them")
     temperature: float = knob(1.0, "of the policy's choices while it collects")
-    eval_temperature: float = knob(0.5, "of the policy's choices while it is evaluated; 0: the likeliest action")
+    eval_temperature: float = knob(1.0, "of the policy's choices while it is evaluated; 0: the likeliest action")
     # the world model
     fidelity: str = knob("improved", "original: keep what the original does wrong", ("improved", "original"))
     pixels: str = knob("palette", "a pixel is one of the console's colours, or three intensities", ("palette", "rgb"))
@@ -108,6 +108,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "games": 1, "world_steps": 15_000, "world_batch": 4, "world_lr": 0.0, "world_rollout": 50, "average": 0.0,
         "sampling_decay": 22_250, "agents": 16, "from_start": 1, "ppo_updates": 1000, "ppo_lr": 1e-4,
         "ppo_minibatch": 160, "eval_every": -1, "final_episodes": 100, "reward_head": "mbarc", "strict_budget": False,
+        "eval_temperature": 0.5,
     },
     "small": {
         "epochs": 5, "random_steps": 3200, "collect_steps": 3200, "hidden": 32, "world_steps": 1000, "world_first": 2,
