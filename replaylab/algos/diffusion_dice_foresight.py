@@ -8,7 +8,8 @@ states differ by. A model of one step knows little more than physics, and V does
     models     an ensemble of Gaussians for (s' - s, r), as MOPO has it; only its means are used
     choosing   each model judges each candidate by the reward and by the value of the state that it foretells
 
-That wants steps that are nearly deterministic, and episodes that do not end by themselves: models foretell no end.
+Models of the world are no part of the paper. Like a Q they are asked about candidates, which guidance draws near the
+data. They want steps that are nearly deterministic, and episodes that do not end by themselves: models foretell no end.
 """
 
 from __future__ import annotations
