@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replaylab.models.mlp import MLP, Linear, LongBatch, generators
+from replaylab.models.mlp import MLP, Linear, LongBatch, generators, products
 
 
 def test_members_are_independent_and_equal_single_networks():
@@ -27,16 +27,19 @@ def test_a_member_is_the_network_torch_would_make():
     assert mlp.layers[0].weight.abs().max() <= 3**-0.5
 
 
+@pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_long_batches_have_the_same_gradients(kind):
+def test_long_batches_have_the_same_gradients(kind, biased):
     layer = Linear(generators([0, 1, 2]), 5, 4)
     x = torch.randn(3, 48, 5, requires_grad=True)
     target = torch.randn(3, 48, 4)
     found = []
-    for function in (lambda x, w, b: torch.baddbmm(b, x, w), LongBatch.apply):
+    bias = layer.bias if biased else None
+    for function in (products, LongBatch.apply):
         with torch.autocast("cpu", kind, enabled=kind != torch.float32):
-            y = function(x, layer.weight, layer.bias)
-        found.append([y, *torch.autograd.grad((y.float() - target).square().sum(), [x, layer.weight, layer.bias])])
+            y = function(x, layer.weight, bias)
+        of = [x, layer.weight, layer.bias] if biased else [x, layer.weight]
+        found.append([y, *torch.autograd.grad((y.float() - target).square().sum(), of)])
     near = {"rtol": 1e-4, "atol": 1e-4} if kind == torch.float32 else {"rtol": 0.05, "atol": 0.3}
     for a, b in zip(*found, strict=True):
         assert a.dtype == b.dtype

@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 LONG = 1024  # rows
+ALIGNED = 8  # 16-bit matrices of such widths go the fast way through tensor cores
+TILE, TILES = 128, 64  # a matrix product's unit of work; so many keep a GPU busy
 ACTIVATIONS = {"relu": torch.relu, "silu": nn.functional.silu, "gelu": nn.functional.gelu, "tanh": torch.tanh}
 
 
@@ -36,44 +39,57 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (members, batch, inputs) -> (members, batch, outputs)
         if torch.compiler.is_compiling() and self.weight.shape[2] == 1:  # a sum that melts into its neighbours
             return (x * self.weight.mT).sum(-1, keepdim=True) + self.bias
-        if x.is_cuda and len(x) > 1 and x.shape[1] >= LONG:
-            return LongBatch.apply(x, self.weight, self.bias)
-        if len(self.weight) == 1:  # this product adds the bias itself
-            return torch.addmm(self.bias.flatten(), x.squeeze(0), self.weight.squeeze(0))[None]
-        return products(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
-def products(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x W + b of every member. PyTorch's own copies the bias first; a compiler adds it where the result is used."""
-    if not torch.compiler.is_compiling():
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W + b of every member, the way that is fast for its shape."""
+    if x.is_cuda and len(x) > 1 and x.shape[1] >= LONG:
+        return LongBatch.apply(x, weight, bias)
+    if len(weight) == 1 and bias is not None:  # this product adds the bias itself
+        return torch.addmm(bias.flatten(), x.squeeze(0), weight.squeeze(0))[None]
+    return products(x, weight, bias)
+
+
+def products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """PyTorch's own with a bias copies that first; a compiler adds it where the result is used."""
+    if bias is not None and not torch.compiler.is_compiling():
         return torch.baddbmm(bias, x, weight)
     found = torch.bmm(x, weight)
-    return found + bias.to(found.dtype)
+    return found if bias is None else found + bias.to(found.dtype)
 
 
 class LongBatch(torch.autograd.Function):
     """The same y = x W + b with another backward pass. The weights' gradient is a small matrix summed over the whole
     batch; a batched product gives each such matrix to a few multiprocessors and leaves the rest idle, so the batch is
-    cut into parts that are members of their own, and their sums are added."""
+    cut into parts that are members of their own, and their sums are added. Odd widths are filled up with zeros."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             kind = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = x.to(kind), weight.to(kind), bias.to(kind)
+            x, weight, bias = x.to(kind), weight.to(kind), bias if bias is None else bias.to(kind)
+        ctx.inputs, ctx.biased = x.shape[2], bias is not None
+        if x.element_size() == 2 and (lacking := -ctx.inputs % ALIGNED):
+            x, weight = pad(x, (0, lacking)), pad(weight, (0, 0, 0, lacking))
         ctx.save_for_backward(x, weight)
         return products(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
-        members, batch, _ = x.shape
-        parts = next(n for n in (16, 8, 4, 2, 1) if batch % n == 0)
+        members, inputs, outputs = weight.shape
+        batch, parts = x.shape[1], 1
+        tiles = members * math.ceil(inputs / TILE) * math.ceil(outputs / TILE)
+        while parts * tiles < TILES and batch % (2 * parts) == 0:
+            parts *= 2
         cut = [y.reshape(members * parts, batch // parts, -1) for y in (x, gradient)]
-        for_weight = torch.bmm(cut[0].mT, cut[1]).unflatten(0, (members, parts)).sum(1)
-        ones = gradient.new_ones(members * parts, 1, batch // parts)
-        for_bias = torch.bmm(ones, cut[1]).unflatten(0, (members, parts)).sum(1)
-        for_x = torch.bmm(gradient, weight.mT) if ctx.needs_input_grad[0] else None
+        for_weight = torch.bmm(cut[0].mT, cut[1]).unflatten(0, (members, parts)).sum(1)[:, : ctx.inputs]
+        for_bias = None
+        if ctx.biased:
+            ones = gradient.new_ones(members * parts, 1, batch // parts)
+            for_bias = torch.bmm(ones, cut[1]).unflatten(0, (members, parts)).sum(1)
+        for_x = torch.bmm(gradient, weight.mT)[..., : ctx.inputs] if ctx.needs_input_grad[0] else None
         return for_x, for_weight, for_bias
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from replaylab.models.mlp import Linear
+from replaylab.models.mlp import Linear, linear
 from replaylab.models.solver import Plan, blend, solve
 from replaylab.streams import beside
 
@@ -153,7 +153,7 @@ class GuideNet(nn.Module):
         return embedded[:, :, None] + torch.baddbmm(self.first.bias, state, of_state)[:, None]
 
     def _enter(self, action: Tensor, condition: Tensor) -> Tensor:
-        return spread(action @ self.first.weight[:, : self.action], condition)
+        return spread(linear(action, self.first.weight[:, : self.action]), condition)
 
     def body(self, action: Tensor, condition: Tensor) -> Tensor:
         """(members, groups * candidates, action), (members, groups, hidden) -> (members, groups * candidates)."""
