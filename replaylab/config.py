@@ -9,24 +9,65 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import Field, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from replaylab.errors import UsageError, nearest, require
 
 
-def knob(default: Any, help: str, choices: Iterable[str] | None = None) -> Any:
-    """One setting: its default, what it does, and the values it admits where they are few."""
-    metadata = {"help": help, "choices": tuple(choices) if choices else None}
+@dataclass(frozen=True)
+class Within:
+    """Numbers that a setting admits; `above`: not `low` itself."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        return math.isfinite(number) and self.low <= number <= self.high and not (self.above and number == self.low)
+
+    def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "a number"
+        low = f"{'above' if self.above else 'at least'} {self.low:g}"
+        if self.high == math.inf:
+            return low
+        return f"{low} and at most {self.high:g}" if self.above else f"from {self.low:g} to {self.high:g}"
+
+
+ANY, FROM_0, COUNT, RATE, SHARE = Within(-math.inf), Within(0), Within(1), Within(0, above=True), Within(0, 1)
+
+
+def knob(default: Any, help: str, admits: Iterable[str] | Within = ANY) -> Any:
+    """One setting: its default, what it does, and what it admits: a few words, or numbers within limits."""
+    choices, within = (None, admits) if isinstance(admits, Within) else (tuple(admits), ANY)
+    metadata = {"help": help, "choices": choices, "within": within}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+@dataclass
+class Settings:
+    """What has knobs. Its numbers are within their limits, wherever they come from."""
+
+    def __post_init__(self) -> None:
+        for knob in fields(self):
+            value = getattr(self, knob.name)
+            for item in value if isinstance(value, list) else [value]:
+                _limit(knob, item)
+
+
+def _limit(knob: Field, item: Any) -> None:
+    if isinstance(item, (int, float)) and item not in knob.metadata["within"]:
+        raise UsageError(f"{knob.name} must be {knob.metadata['within']}, not {item}")
 
 
 def default_of(knob: Field) -> Any:
@@ -52,6 +93,11 @@ def check(cls: type, key: str, value: Any) -> Any:
         return None
 
     def one(item: Any) -> Any:
+        item = typed(item)
+        _limit(knob, item)
+        return item
+
+    def typed(item: Any) -> Any:
         number = isinstance(item, (int, float)) and not isinstance(item, bool)
         if kind is float and number:
             return float(item)

@@ -244,8 +244,11 @@ def default_distances(episodes: Episodes) -> list[float]:
     for word in re.split(r"[-_/]", (episodes.env_id or "").lower()):
         if word in DISTANCES:
             return DISTANCES[word]
-    typical = float(np.median(episodes.observation_stats()[1]))
-    return [round(0.5 * typical, 6), round(typical, 6)]
+    spread = episodes.observation_stats()[1]
+    if not spread.any():
+        raise DataError("the observations never change: there is nothing to learn a density of")
+    typical = float(np.median(spread[spread > 0]))
+    return [float(f"{0.5 * typical:.6g}"), float(f"{typical:.6g}")]
 
 
 def _tests(model: Density, held_out: Episodes, distances: Sequence[float]) -> list[dict[str, Any]]:

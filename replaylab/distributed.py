@@ -146,6 +146,7 @@ def main(words: list[str]) -> None:
     """`replaylab train`'s own options; only --out must be given."""
     from replaylab.cli import build
     from replaylab.cli.parser import read_options
+    from replaylab.report import report
     from replaylab.train import settings_of
 
     args = build(["train", *words]).parse_args(["train", *words])
@@ -154,10 +155,12 @@ def main(words: list[str]) -> None:
     settings = {k: v for k, v in vars(args).items() if k in settings_of(system(args.system))}
     chosen = {k: getattr(args, k) for k in ("preset", "config") if hasattr(args, k)}
     flags = {"resume": hasattr(args, "resume"), "overwrite": hasattr(args, "overwrite")}
-    train(
+    path = train(
         args.system, getattr(args, "data", None), out=args.out, data_options=read_options(args), **flags, **chosen,
         **settings,
     )  # fmt: skip
+    if rank() == 0:
+        print(f"run folder: {path}\nreport:     {report([path], path / 'report.html')}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor
 from replaylab import scores, stats
 from replaylab.algos import Spaces, system
 from replaylab.config import check, resolve
-from replaylab.errors import UsageError
+from replaylab.errors import DataError, UsageError
 from replaylab.run import RunFolder
 
 if TYPE_CHECKING:
@@ -145,8 +145,7 @@ class Policy:
 
 def load_agent(run: RunFolder, device: torch.device, seed: int | None = None) -> tuple[Any, Spaces, list[int]]:
     """The agent a run trained: all its seeds, or the one named."""
-    config = run.require().config()
-    module = system(config["system"])
+    module, config = system(run.system()), run.config()
     keys = {f for f in module.Config.__dataclass_fields__}
     (settings,) = resolve([module.Config], [("config.yaml", {k: v for k, v in config.items() if k in keys})])
     spaces, trained = Spaces(**run.info()["spaces"]), config["seeds"]
@@ -157,7 +156,10 @@ def load_agent(run: RunFolder, device: torch.device, seed: int | None = None) ->
     weights = run.weights()
     if seed is not None:
         weights = _one_seed(weights, agent.state_dict(), trained.index(seed))
-    agent.load_state_dict(weights)
+    try:
+        agent.load_state_dict(weights)
+    except RuntimeError as error:
+        raise DataError(f"the weights in {run.path} do not fit its config.yaml: was that edited?") from error
     return agent.eval(), spaces, seeds
 
 
@@ -280,7 +282,10 @@ def evaluate(
     folder = RunFolder(run).require()
     where = pick_device(device)
     agent, spaces, seeds = load_agent(folder, where)
-    env_id = env or folder.config().get("env")
+    if seed < 0:
+        raise UsageError(f"seed must be at least 0, not {seed}")
+    module = system(folder.system())
+    env_id = module.environment(env) if env and hasattr(module, "environment") else env or folder.config().get("env")
     if env_id is None:
         raise UsageError(f"{run} was trained without an environment: name one with --env")
     check_spaces(env_id, spaces)

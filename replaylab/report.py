@@ -163,8 +163,8 @@ def _score_cells(row: dict[str, Any]) -> list[Any]:
     kind = f"<br><small>{'normalised' if row['normalized'] else 'return'}</small>" if score else ""
     where = text(row["env"]) if row["env"] else "no environment"
     where += f", {row['label']}" if row["label"] else ""
-    of = f" of {number(row['steps'])}" if row["steps"] != row["step"] else ""
     status = str(row["status"] or "unknown")
+    of = "" if status == "finished" else f" of {number(row['steps'])}"  # phases may end before their last step
     known = status if status in ("finished", "failed", "interrupted") else ""
     return [
         Html(f"<b>{escape(row['run'])}</b><br><small>{escape(where)}</small>"),

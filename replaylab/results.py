@@ -55,6 +55,11 @@ class Run:
     evaluations: list[Evaluations]
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def step(self) -> int | None:
+        """The last that was logged, over all phases."""
+        return max((int(line["step"]) for line in self.metrics), default=None)
+
 
 def read_runs(paths: Iterable[str | Path]) -> list[Run]:
     folders = [folder for path in dict.fromkeys(map(Path, paths)) for folder in _folders(path)]
@@ -68,6 +73,9 @@ def read_runs(paths: Iterable[str | Path]) -> list[Run]:
         info = info if isinstance(info, dict) else {}
         metrics = [line for line in folder.lines("metrics.jsonl") if finite(_get(line, "step")) is not None]
         run = Run(folder.path, name if last.count(name) == 1 else str(folder.path), config, info, metrics, [])
+        if info.get("status") == "running" and folder.left():  # it could not say so itself
+            times = [found for line in metrics if (found := finite(_get(line, "seconds"))) is not None]
+            run.info = info | {"status": "killed", "seconds": max(times, default=None)}
         run.evaluations = _read_evaluations(folder.lines("eval.jsonl"), run)
         run.notes += _notes(run)
         runs.append(run)
@@ -115,11 +123,10 @@ def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations
         key = json.dumps([env, settings], sort_keys=True)
         group = found.setdefault(key, Evaluations(env, settings))
         seed = json.dumps(line.get("seed"))  # anything JSON can hold as a key
-        # a resumed run may repeat a step: the later line wins
-        group.lines.setdefault(int(step), {})[seed] = {
-            "returns": returns,
-            "normalized": normalized if len(normalized) == len(returns) else [],
-        }
+        kept = group.lines.setdefault(int(step), {})
+        # of several lines the one of most episodes counts; of as many the later one, as a resumed run may repeat a step
+        if len(returns) >= len(kept.get(seed, {"returns": []})["returns"]):
+            kept[seed] = {"returns": returns, "normalized": normalized if len(normalized) == len(returns) else []}
     if empty:
         run.notes.append(f"{count(empty, 'evaluation')} without a single finished episode")
     if lost:
@@ -164,14 +171,14 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
         "path": str(run.path),
         "system": run.config.get("system"),
         "data": data if isinstance(data, list) else [data] if data else [],
-        "steps": run.config.get("steps"),
+        "steps": finite(run.info.get("planned")) or run.config.get("steps"),
         "parameters": run.info.get("parameters"),
         "seconds": finite(run.info.get("seconds")),
         "status": run.info.get("status"),
         "notes": run.notes,
     }
     if not run.evaluations:
-        nothing: dict[str, Any] = {"env": run.config.get("env"), "settings": {}, "label": "", "step": None}
+        nothing: dict[str, Any] = {"env": run.config.get("env"), "settings": {}, "label": "", "step": run.step}
         nothing |= {"seeds": len(seeds) if isinstance(seeds, list) else None, "episodes": 0}
         return [common | nothing | {"return": None, "normalized": None}]
     return [common | _scored(group) for group in run.evaluations]

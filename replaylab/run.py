@@ -50,13 +50,30 @@ class RunFolder:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """One process at a time; the lock goes with the process, however it ends."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        new = not self.path.exists()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UsageError(f"cannot make the run folder {self.path}: a file is in the way") from error
         with open(self.path / ".lock", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise UsageError(f"another process is training in {self.path}") from error
-            yield
+            try:
+                yield
+            finally:
+                if new and not any(p.name != ".lock" for p in self.path.iterdir()):
+                    shutil.rmtree(self.path)  # what was refused leaves nothing behind
+
+    def left(self) -> bool:
+        """Did whoever trained in it go? A copy without its lock cannot tell."""
+        try:
+            with open(self.path / ".lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
 
     def clear(self) -> None:
         for entry in self.path.iterdir():
@@ -67,6 +84,12 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         return read_yaml(self.path / "config.yaml")
+
+    def system(self) -> str:
+        name = self.require().config().get("system")
+        if not isinstance(name, str):
+            raise DataError(f"{self.path / 'config.yaml'} names no system: the file is damaged")
+        return name
 
     def info(self) -> dict[str, Any]:
         try:

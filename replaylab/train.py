@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -11,27 +12,17 @@ from typing import Any
 from replaylab.algos import Spaces, system
 from replaylab.config import read_yaml, resolve
 from replaylab.data.episodes import Episodes
+from replaylab.data.inspect import summarize
 from replaylab.data.read import load
 from replaylab.errors import ReplaylabError, UsageError, nearest
 from replaylab.evaluate import check_spaces
 from replaylab.run import RunFolder
 from replaylab.trainer import Options, Trainer
 
-# what may differ between a run and its resumption
-FREE_TO_CHANGE = {
-    "steps",
-    "behavior_steps",
-    "critic_steps",
-    "behavior_lr",
-    "value_lr",
-    "guide_lr",
-    "min_lr",
-    "device",
-    "compile",
-    "track",
-    "checkpoint_minutes",
-    "preset",
-}
+# what may differ between a run and its resumption: how it is run, how long, and the rates that made it diverge
+MEANS = {"device", "compile", "track", "checkpoint_minutes", "preset"}
+LENGTHS = {"steps", "behavior_steps", "critic_steps"}
+RATES = {"behavior_lr", "value_lr", "guide_lr", "min_lr"}
 
 
 def train(
@@ -94,7 +85,7 @@ def train(
     values |= asdict(options) | asdict(algorithm)
     folder = RunFolder(out or Path("runs") / f"{system_name}-{_name(source, paths)}")
     with folder.lock():
-        _check_folder(folder, values, resume, overwrite)
+        _check_folder(folder, values, source, resume, overwrite)
         with Trainer(folder, module, options, algorithm, source, spaces, values, resume) as trainer:
             trainer.run()
     return folder.path
@@ -136,19 +127,36 @@ def _name(source: Episodes | str, paths: Sequence[str]) -> str:
     return str(source.meta.get("dataset_id") or Path(paths[0]).stem).replace("/", "-")
 
 
-def _check_folder(folder: RunFolder, values: dict[str, Any], resume: bool, overwrite: bool) -> None:
+def _check_folder(
+    folder: RunFolder, values: dict[str, Any], source: Episodes | str, resume: bool, overwrite: bool
+) -> None:
+    if resume and overwrite:
+        raise UsageError("--resume goes on with what --overwrite would throw away: pass one of them")
     if folder.exists() and resume:
-        stored = folder.config()
-        changed = [k for k in values if k in stored and stored[k] != values[k] and k not in FREE_TO_CHANGE]
-        if changed:
+        stored, info = folder.config(), folder.info()
+        changed = {k for k in values if k in stored and stored[k] != values[k]} - MEANS
+        allowed = LENGTHS if info.get("status") == "finished" and not changed & LENGTHS else LENGTHS | RATES
+        if refused := [k for k in values if k in changed - allowed]:
             raise UsageError(
                 f"cannot resume {folder.path} with other settings: "
-                + ", ".join(f"{k} was {stored[k]!r}, now {values[k]!r}" for k in changed)
+                + ", ".join(f"{k} was {stored[k]!r}, now {values[k]!r}" for k in refused)
             )
+        _check_data(folder, info.get("data"), source)
     elif folder.exists() and not overwrite:
         raise UsageError(f"{folder.path} holds a run already: pass --resume, --overwrite or another --out")
     elif not folder.exists() and any(p.name != ".lock" for p in folder.path.iterdir()):
         raise UsageError(f"{folder.path} exists and is not a run folder: choose another --out")
+
+
+def _check_data(folder: RunFolder, was: Any, source: Episodes | str) -> None:
+    if isinstance(source, str) or not isinstance(was, dict):
+        return
+    now = summarize(source)
+    if any(json.dumps(was.get(key)) != json.dumps(now[key]) for key in ("steps", "episodes", "return", "reward")):
+        raise UsageError(
+            f"cannot resume {folder.path} with other data: it had {was.get('steps'):,} rows in {was.get('episodes'):,} "
+            f"episodes, now there are {now['steps']:,} in {now['episodes']:,}, or other rewards"
+        )
 
 
 def settings_of(module: Any) -> set[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from replaylab.algos import Phase, Spaces
-from replaylab.config import knob, write_yaml
+from replaylab.config import COUNT, FROM_0, Settings, Within, knob, write_yaml
 from replaylab.data.episodes import Episodes
 from replaylab.data.inspect import summarize
 from replaylab.data.sample import BLOCK
@@ -32,21 +32,21 @@ WORTH = 20.0  # seconds of work at the end of a phase that are worth a checkpoin
 
 
 @dataclass
-class Options:
+class Options(Settings):
     """Training run."""
 
     env: str | None = knob(None, "environment to evaluate in; default: the one the data names")
-    seeds: list[int] = knob([0], "trained side by side in one process")
+    seeds: list[int] = knob([0], "trained side by side in one process", FROM_0)
     device: str = knob("auto", "auto, cpu or cuda")
     compile: str = knob(
         "auto", "auto: one captured graph per step on CUDA; on: torch.compile too", ("auto", "on", "off")
     )
     deterministic: bool = knob(False, "bit-equal results on CUDA, at some cost in speed")
-    eval_every: int = knob(0, "steps between evaluations; 0: ten evaluations a run, -1: only the last")
-    eval_episodes: int = knob(10, "episodes per seed in these evaluations")
-    final_episodes: int = knob(100, "episodes per seed in the evaluation at the end")
-    log_every: int = knob(0, "steps between metric lines; 0: two hundred a run")
-    checkpoint_minutes: float = knob(2.0, "minutes between checkpoints")
+    eval_every: int = knob(0, "steps between evaluations; 0: ten evaluations a run, -1: only the last", Within(-1))
+    eval_episodes: int = knob(10, "episodes per seed in these evaluations", COUNT)
+    final_episodes: int = knob(100, "episodes per seed in the evaluation at the end; 0: none", FROM_0)
+    log_every: int = knob(0, "steps between metric lines; 0: two hundred a run", FROM_0)
+    checkpoint_minutes: float = knob(2.0, "minutes between checkpoints", FROM_0)
     track: list[str] = knob([], "send metrics there too", TRACKERS)
 
 
@@ -100,6 +100,7 @@ class Trainer:
             machine=machine(self.device),
             spaces=asdict(spaces),
             parameters=sum(p.numel() for p in self.agent.parameters()),
+            planned=self.total,
             data=None if isinstance(source, str) else summarize(source),
         )
 
@@ -299,6 +300,10 @@ class Trainer:
         if over != now[: state["phase"]] or [name for name, _ in state["phases"]] != [name for name, _ in now]:
             told = ", ".join(f"{name} {steps:,}" for name, steps in state["phases"])
             raise UsageError(f"cannot resume {self.folder.path}: what is over keeps its steps, which were {told}")
+        name, steps = now[state["phase"]]
+        if state["done"] > steps:
+            done = f"{state['done']:,} updates of {name} are done"
+            raise UsageError(f"cannot resume {self.folder.path}: {done}, {steps:,} were asked for")
         try:
             self.agent.load_state_dict(weights)
             for name, optimizer in self.agent.optimizers.items():

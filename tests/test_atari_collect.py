@@ -133,7 +133,7 @@ def test_bad_requests(tmp_path: Path) -> None:
         collect_atari("pongg", 100, tmp_path / "x", **QUICK)
     with pytest.raises(UsageError, match="batch_sise"):
         collect_atari("pong", 100, tmp_path / "x", **QUICK, batch_sise=3)
-    with pytest.raises(UsageError, match="at least the number"):
+    with pytest.raises(UsageError, match="must be at least environments"):
         collect_atari("pong", 1, tmp_path / "x", **QUICK)
     with pytest.raises(UsageError, match="at least 1"):
         collect_atari("pong", 100, tmp_path / "x", **QUICK | {"files": 0})

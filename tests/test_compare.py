@@ -329,3 +329,16 @@ def test_from_runs_to_the_evidence_by_the_command_line(sweep, tmp_path, capsys):
 def test_the_committed_results_are_made_from_the_committed_files():
     benchmarks = Path(__file__).parent.parent / "benchmarks"
     assert (benchmarks / "RESULTS.md").read_text() == results_markdown(benchmarks / "results")
+
+
+def test_the_same_seed_twice_is_told(tmp_path):
+    make_run(tmp_path / "s" / "a", [(200, 0, [30])], seeds=[0])
+    make_run(tmp_path / "s" / "b", [(200, 0, [90])], seeds=[0])
+    found = gather(tmp_path / "s")
+    assert len(found.entries) == 1
+    assert any("seed 0 is in" in note and str(tmp_path / "s" / "a") in note for run in found.runs for note in run.notes)
+
+
+def test_a_page_is_not_named_like_its_tables(sweep):
+    with pytest.raises(UsageError, match=r"name the page, table\.html"):
+        compare(sweep, sweep / "table.csv")

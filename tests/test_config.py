@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from replaylab.algos import SYSTEMS, system
-from replaylab.config import add_arguments, knob, read_yaml, resolve, write_yaml
+from replaylab.config import COUNT, RATE, SHARE, Settings, Within, add_arguments, knob, read_yaml, resolve, write_yaml
 from replaylab.errors import UsageError
 from replaylab.trainer import Options
 
@@ -94,3 +94,41 @@ def test_presets_are_valid(name):
     assert "debug" in module.PRESETS
     for preset, layer in module.PRESETS.items():
         resolve([Options, module.Config], [(preset, layer)])
+
+
+@dataclass
+class Limited(Settings):
+    """Limited."""
+
+    count: int = knob(1, "a count", COUNT)
+    rate: float | None = knob(None, "a rate", RATE)
+    share: float = knob(0.0, "a share", SHARE)
+    part: float = knob(1.0, "a part", Within(0, 1, above=True))
+    widths: list[int] = knob([8], "widths", COUNT)
+    free: float = knob(-1.0, "any number")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"count": 0}, "count must be at least 1, not 0"),
+        ({"rate": 0.0}, "rate must be above 0, not 0.0"),
+        ({"rate": float("nan")}, "rate must be above 0, not nan"),
+        ({"share": 1.1}, "share must be from 0 to 1, not 1.1"),
+        ({"part": 0.0}, "part must be above 0 and at most 1, not 0.0"),
+        ({"widths": [8, 0]}, "widths must be at least 1, not 0"),
+        ({"free": float("inf")}, "free must be a number, not inf"),
+    ],
+)
+def test_numbers_stay_within_their_limits(given, told):
+    for make in (lambda: Limited(**given), lambda: resolve([Limited], [("test", given)])):
+        with pytest.raises(UsageError) as error:
+            make()
+        assert str(error.value) == told
+
+
+def test_what_every_system_admits_includes_its_defaults_and_presets():
+    for name in SYSTEMS:
+        module = system(name)
+        for preset in ({}, *module.PRESETS.values()):
+            resolve([Options, module.Config], [("preset", preset)])

@@ -147,6 +147,20 @@ def test_diffusion_learns_a_correlated_normal():
     assert abs(error.mean()) < 0.05 and error.abs().mean() < 0.15
 
 
+def test_diffusion_draws_rows_like_the_data():
+    train, judged = mixture(4000, 0), mixture(1000, 1)
+    model = make("diffusion", 2, **SMALL["diffusion"])
+    density.train(model, train, judged, 1500, 256, 3e-3, 0)
+    drawn = model.sample(3000, evaluations=101)
+    away = (drawn - torch.tensor([5.0, 7.0])) / torch.tensor([100.0, 0.01])
+    distance, nearest = torch.cdist(away, torch.tensor([[0.0, 0.0], [4.0, 0.0], [2.0, 3.5]])).min(1)
+    assert (distance < 3.5 * 0.35).float().mean() > 0.9
+    assert ((torch.bincount(nearest, minlength=3) / 3000 - 1 / 3).abs() < 0.06).all()
+    # as likely, to the model itself, as rows of the data are
+    assert abs(model.log_prob(drawn).mean() - model.log_prob(judged).mean()) < 0.15
+    torch.testing.assert_close(drawn, model.sample(3000, evaluations=101))
+
+
 def test_kde_by_hand_and_by_numpy():
     # two bumps at -1 and 1, h = 0.5, seen from 0: exp(-2) / (0.5 sqrt(2 pi))
     found = log_kernels(torch.zeros(1, 1), torch.tensor([[-1.0], [1.0]]), torch.tensor(0.5))

@@ -104,7 +104,7 @@ def test_wrong_settings_are_told_in_one_line():
     for name in ("epochs", "games", "world_steps", "world_batch", "world_rollout", "rollout", "near"):
         with pytest.raises(UsageError, match=f"{name} must be at least 1, not 0"):
             make_agent(**{name: 0})
-    with pytest.raises(UsageError, match="held_out must be 0 to 0"):
+    with pytest.raises(UsageError, match=r"held_out must be from 0 to 0\.25"):
         make_agent(held_out=0.3)
     with pytest.raises(UsageError, match="multiple of games"):
         make_agent(collect_steps=15)

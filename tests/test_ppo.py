@@ -131,7 +131,7 @@ class Fixed(Policy):
 
 
 def test_the_end_of_a_stretch_is_bootstrapped_once():
-    ppo = PPO(Fixed(), Config(gamma=0.5, gae_lambda=0.5, ppo_epochs=1, ppo_lr=0.0), 2, 1, (1,), torch.float32, CPU)
+    ppo = PPO(Fixed(), Config(gamma=0.5, gae_lambda=0.5, ppo_epochs=1, ppo_lr=1e-30), 2, 1, (1,), torch.float32, CPU)
     for seen in (1.0, 3.0):
         ppo.act(torch.tensor([[seen]]))
         ppo.receive(torch.tensor([1.0]), torch.tensor([False]))

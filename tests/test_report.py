@@ -14,6 +14,7 @@ from replaylab.data.inspect import summarize
 from replaylab.errors import ReplaylabError, UsageError
 from replaylab.page import aligned, duration, number, size_of, table
 from replaylab.report import report, summarize_runs
+from replaylab.run import RunFolder
 
 HOPPER = "d4rl/hopper"
 
@@ -335,3 +336,28 @@ def test_a_folder_of_runs_stands_for_the_runs_in_it(tmp_path):
         make_run(tmp_path / "many" / name, two_seeds())
     (tmp_path / "many" / "notes.txt").write_text("not a run")
     assert [row["run"] for row in summarize_runs([tmp_path / "many"])] == ["a", "b"]
+
+
+def test_a_shorter_evaluation_does_not_replace_a_longer_one(tmp_path):
+    long, short = [evaluation(200, seed, [1000.0] * 5) for seed in (0, 1)], [evaluation(200, 0, [3000.0] * 2)]
+    (row,) = summarize_runs([make_run(tmp_path / "a", long + short)])
+    assert row["episodes"] == 10 and row["return"]["mean"] == 1000
+    (row,) = summarize_runs([make_run(tmp_path / "b", short + long)])
+    assert row["episodes"] == 10
+    again = [evaluation(200, 0, [2000.0] * 5)]  # a resumed run repeats itself
+    (row,) = summarize_runs([make_run(tmp_path / "c", long + again)])
+    assert row["return"]["mean"] == 1500
+
+
+def test_steps_are_those_of_all_phases_and_a_killed_run_is_told(tmp_path):
+    done = make_run(tmp_path / "done", [], info={"planned": 500})
+    page = check_page(report([done], tmp_path / "a.html"))
+    assert "of 500" not in page.text and summarize_runs([done])[0]["step"] == 200
+    running = make_run(tmp_path / "running", [], status="running", info={"planned": 500, "seconds": 0.0})
+    assert summarize_runs([running])[0]["status"] == "running"  # without its lock nobody can tell
+    (running / ".lock").write_text("")
+    (row,) = summarize_runs([running])
+    assert (row["status"], row["seconds"], row["steps"]) == ("killed", 1.0, 500)
+    assert "200 of 500" in check_page(report([running], tmp_path / "b.html")).text
+    with RunFolder(running).lock():
+        assert summarize_runs([running])[0]["status"] == "running"

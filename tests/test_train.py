@@ -129,6 +129,52 @@ def test_resume_refuses_other_settings_and_fresh_runs_refuse_old_folders(log, tm
         replaylab.evaluate(tmp_path / "rr", "d4rl/hopper")
 
 
+def test_resume_refuses_fewer_steps_and_other_data(log, tmp_path):
+    run = replaylab.train("bc", log, out=tmp_path / "r", **SMALL)
+    stored = (run / "config.yaml").read_text()
+    with pytest.raises(UsageError, match="300 updates of clone are done, 100 were asked for"):
+        replaylab.train("bc", log, out=run, resume=True, **SMALL | {"steps": 100})
+    with pytest.raises(UsageError, match="with other data: it had 120 rows in 3 episodes, now there are 80 in 2"):
+        replaylab.train("bc", make_episodes(lengths=(50, 30)), out=run, resume=True, **SMALL)
+    with pytest.raises(UsageError, match="pass one of them"):
+        replaylab.train("bc", log, out=run, resume=True, overwrite=True, **SMALL)
+    assert (run / "config.yaml").read_text() == stored
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"steps": -5}, "steps must be at least 1"),
+        ({"seeds": [-1]}, "seeds must be at least 0"),
+        ({"hidden": [0]}, "hidden must be at least 1"),
+        ({"lr": -1.0}, "lr must be above 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"log_every": -1}, "log_every must be at least 0"),
+        ({"final_episodes": -1}, "final_episodes must be at least 0"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(log, tmp_path, given, told):
+    with pytest.raises(UsageError, match=told):
+        replaylab.train("bc", log, out=tmp_path / "r", **SMALL | given)
+    assert not (tmp_path / "r").exists()
+
+
+def test_what_is_refused_leaves_no_folder_and_a_file_is_no_folder(log, tmp_path):
+    with pytest.raises(UsageError, match="10 episodes"):
+        replaylab.train("gormpo", log, out=tmp_path / "r", preset="debug", device="cpu")
+    assert not (tmp_path / "r").exists()
+    (tmp_path / "f").write_text("")
+    with pytest.raises(UsageError, match="a file is in the way"):
+        replaylab.train("bc", log, out=tmp_path / "f", **SMALL)
+
+
+def test_whole_numbers_that_are_no_choices_are_refused(log, tmp_path):
+    many = make_episodes(lengths=(5,), discrete=True)
+    many.actions[0] = 2_000_000_000
+    with pytest.raises(DataError, match="up to 2,000,000,000, too many to be choices"):
+        replaylab.train("bc", many, out=tmp_path / "r", **SMALL)
+
+
 def test_a_wrong_environment_is_told_before_training(log, tmp_path, capsys):
     with pytest.raises(UsageError, match="shows \\(11,\\), the data has observations of \\(4,\\)"):
         replaylab.train("bc", log, env="d4rl/hopper", out=tmp_path / "r", **SMALL)

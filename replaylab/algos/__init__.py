@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from replaylab.data.episodes import Episodes
-from replaylab.errors import UsageError, nearest
+from replaylab.errors import DataError, UsageError, nearest
+
+MOST_CHOICES = 100_000  # a network has an output for each
 
 SYSTEMS = {
     "bc": "replaylab.algos.bc",
@@ -57,6 +59,11 @@ class Spaces:
 
     @staticmethod
     def of(episodes: Episodes) -> Spaces:
+        if episodes.discrete and episodes.action_dim > MOST_CHOICES:
+            raise DataError(
+                f"actions are whole numbers up to {episodes.action_dim - 1:,}, too many to be choices: "
+                "if they are amounts, store them as real numbers"
+            )
         low, high = (None, None) if episodes.discrete else (b.tolist() for b in episodes.action_bounds)
         shape, dtype = list(episodes.observations.shape[1:]), str(episodes.observations.dtype)
         stack = int(episodes.meta.get("frame_stack") or 1) if len(shape) == 2 and dtype == "uint8" else 1

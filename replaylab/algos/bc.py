@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from replaylab.algos import Normalizer, Phase, Spaces
-from replaylab.config import knob
+from replaylab.config import COUNT, FROM_0, RATE, Settings, Within, knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Transitions
 from replaylab.errors import UsageError
@@ -25,18 +25,20 @@ from replaylab.models.mlp import ACTIVATIONS, MLP, generators
 
 
 @dataclass
-class Config:
+class Config(Settings):
     """Behaviour cloning."""
 
-    steps: int = knob(100_000, "updates")
-    batch_size: int = knob(256, "rows a batch")
-    lr: float = knob(3e-4, "Adam's learning rate")
+    steps: int = knob(100_000, "updates", COUNT)
+    batch_size: int = knob(256, "rows a batch", COUNT)
+    lr: float = knob(3e-4, "Adam's learning rate", RATE)
     lr_decay: bool = knob(True, "let it fall to zero along a cosine, so that the last checkpoint is a settled one")
-    weight_decay: float = knob(0.0, "decoupled weight decay (AdamW)")
-    hidden: list[int] = knob([256, 256], "widths of the hidden layers")
+    weight_decay: float = knob(0.0, "decoupled weight decay (AdamW)", FROM_0)
+    hidden: list[int] = knob([256, 256], "widths of the hidden layers", COUNT)
     activation: str = knob("relu", "between the layers", ACTIVATIONS)
     normalize: bool = knob(True, "standardise observations with the data's mean and deviation")
-    top_fraction: float = knob(1.0, "clone only the best episodes, up to this fraction of the rows")
+    top_fraction: float = knob(
+        1.0, "clone only the best episodes, up to this fraction of the rows", Within(0, 1, above=True)
+    )
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from replaylab.algos import Normalizer, Phase, Spaces
-from replaylab.config import knob
+from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Transitions
 from replaylab.errors import UsageError
@@ -38,23 +38,23 @@ LATENT_CLIP = 0.5  # latents closer to 0 than a normal's decode to likelier acti
 
 
 @dataclass
-class Config:
+class Config(Settings):
     """Batch-constrained Q-learning."""
 
-    steps: int = knob(300_000, "updates")
-    batch_size: int = knob(100, "rows a batch")
-    lr: float = knob(1e-3, "Adam's learning rate, of all networks")
-    hidden: list[int] = knob([400, 300], "widths of the hidden layers of actor and critics")
-    vae_hidden: list[int] = knob([750, 750], "widths of the hidden layers of the VAE's encoder and decoder")
-    latent: int = knob(0, "dimensions of the VAE's latent; 0: twice those of the action")
-    kl_weight: float = knob(0.5, "of the KL in the VAE's loss; smaller: habits that lie close are told apart")
-    gamma: float = knob(0.99, "discount")
-    tau: float = knob(0.005, "how far the target networks move at each update")
-    phi: float = knob(0.05, "how far the actor may move a sampled action, as a part of half the action box")
-    lmbda: float = knob(0.75, "weight of the smaller of two target values; the larger one has the rest")
-    samples: int = knob(10, "actions tried in the next state for the target")
-    act_samples: int = knob(100, "actions tried when acting")
-    clip: float = knob(10.0, "largest norm of the actor's and of the critics' gradient; 0: any")
+    steps: int = knob(300_000, "updates", COUNT)
+    batch_size: int = knob(100, "rows a batch", COUNT)
+    lr: float = knob(1e-3, "Adam's learning rate, of all networks", RATE)
+    hidden: list[int] = knob([400, 300], "widths of the hidden layers of actor and critics", COUNT)
+    vae_hidden: list[int] = knob([750, 750], "widths of the hidden layers of the VAE's encoder and decoder", COUNT)
+    latent: int = knob(0, "dimensions of the VAE's latent; 0: twice those of the action", FROM_0)
+    kl_weight: float = knob(0.5, "of the KL in the VAE's loss; smaller: habits that lie close are told apart", FROM_0)
+    gamma: float = knob(0.99, "discount", SHARE)
+    tau: float = knob(0.005, "how far the target networks move at each update", SHARE)
+    phi: float = knob(0.05, "how far the actor may move a sampled action, as a part of half the action box", FROM_0)
+    lmbda: float = knob(0.75, "weight of the smaller of two target values; the larger one has the rest", SHARE)
+    samples: int = knob(10, "actions tried in the next state for the target", COUNT)
+    act_samples: int = knob(100, "actions tried when acting", COUNT)
+    clip: float = knob(10.0, "largest norm of the actor's and of the critics' gradient; 0: any", FROM_0)
     normalize: bool = knob(True, "standardise observations with the data's mean and deviation")
 
 
@@ -99,8 +99,6 @@ class Agent(nn.Module):
             raise UsageError("bcq takes continuous actions; the data's are discrete")
         if len(spaces.observation_shape) != 1:
             raise UsageError(f"bcq takes vectors, not observations of shape {tuple(spaces.observation_shape)}")
-        if min(config.samples, config.act_samples) < 1:
-            raise UsageError("bcq: samples and act-samples must be at least 1")
         self.config, self.seeds, self.device = config, list(seeds), device
         self.notes: list[str] = []
         sees, acts = spaces.observation_shape[0], spaces.action_dim

@@ -2,97 +2,84 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from replaylab.config import knob
+from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, Within, knob
 from replaylab.data.rewards import RULES
 from replaylab.errors import UsageError
 from replaylab.models.sdice import AGGREGATES
-from replaylab.models.solver import ORDERS
 
 BACKUPS = ("values", "data", "model")
 
 
 @dataclass
-class Config:
+class Config(Settings):
     """Diffusion-DICE."""
 
     stage: str = knob("both", "what to train", ("both", "behavior", "critic"))
     behavior: str | None = knob(None, "run folder of `--stage behavior`, for `--stage critic`")
     schedule: str = knob("in-turn", "behaviour before values, or both in one update", ("in-turn", "together"))
-    behavior_steps: int = knob(100_000, "updates of the behaviour model")
-    critic_steps: int = knob(300_000, "updates of values and guidance")
+    behavior_steps: int = knob(100_000, "updates of the behaviour model", COUNT)
+    critic_steps: int = knob(300_000, "updates of values and guidance", COUNT)
     fidelity: str = knob("improved", "original: its range of returns and first weights", ("improved", "original"))
     rewards: str = knob("auto", "range: divided by the range of returns; maze: 0 or -1", RULES)
     normalize: bool = knob(True, "standardise observations with the data's mean and deviation; the original does not")
-    returns_steps: int = knob(5000, "updates of an estimate of the data's return, on which values build; 0: none")
+    returns_steps: int = knob(
+        5000, "updates of an estimate of the data's return, on which values build; 0: none", FROM_0
+    )
     returns_exact: bool = knob(False, "learn that as well as can be, not roughly; always so with `--backup data`")
     backup: str = knob("values", "Q over V; of the data, over its returns; or over V of a foretold state", BACKUPS)
-    trace: float = knob(0.9, "of `--backup data`: how far a return is logged rewards, not an estimate; 0: one step")
+    trace: float = knob(
+        0.9, "of `--backup data`: how far a return is logged rewards, not an estimate; 0: one step", SHARE
+    )
     # behaviour
-    behavior_batch: int = knob(4096, "rows a batch of the behaviour model")
-    behavior_lr: float = knob(1e-4, "Adam's learning rate of the behaviour model")
+    behavior_batch: int = knob(4096, "rows a batch of the behaviour model", COUNT)
+    behavior_lr: float = knob(1e-4, "Adam's learning rate of the behaviour model", RATE)
     behavior_lr_decay: bool = knob(True, "let it fall to zero along a cosine")
-    behavior_ema: float = knob(0.0, "act with a running mean of its weights, of this decay (0.9999, say); 0: without")
-    behavior_width: int = knob(512, "of its widest layers")
+    behavior_ema: float = knob(
+        0.0, "act with a running mean of its weights, of this decay (0.9999, say); 0: without", SHARE
+    )
+    behavior_width: int = knob(512, "of its widest layers", Within(4))
     # values and guidance
-    alpha: float = knob(0.5, "how far from the data: small is greedy, large stays with the behaviour")
-    gamma: float = knob(0.99, "discount")
-    tau: float = knob(0.005, "how far the target values move to the values at each update")
-    batch_size: int = knob(512, "rows a batch of values and guidance")
-    noise_copies: int = knob(16, "noisy copies of each action for the guidance")
-    least_weight: float = knob(1e-40, "of an action: how deep the guidance may think of it, the log of this")
-    time_power: float = knob(1.0, "times of that noise are drawn as u^power: above 1 more of them are early")
-    ensemble: int = knob(10, "further Qs to choose actions with; 0: the target values choose")
+    alpha: float = knob(0.5, "how far from the data: small is greedy, large stays with the behaviour", RATE)
+    gamma: float = knob(0.99, "discount", SHARE)
+    tau: float = knob(0.005, "how far the target values move to the values at each update", SHARE)
+    batch_size: int = knob(512, "rows a batch of values and guidance", COUNT)
+    noise_copies: int = knob(16, "noisy copies of each action for the guidance", COUNT)
+    least_weight: float = knob(1e-40, "of an action: how deep the guidance may think of it, the log of this", RATE)
+    time_power: float = knob(1.0, "times of that noise are drawn as u^power: above 1 more of them are early", RATE)
+    ensemble: int = knob(10, "further Qs to choose actions with; 0: the target values choose", FROM_0)
     advantage: bool = knob(True, "the ensemble learns Q - V, and guides too; the original's learns Q and only chooses")
-    hidden: list[int] = knob([256, 256], "hidden layers of V and of each Q")
-    values: int = knob(4, "of `--backup model`: Vs, whose mean is taken")
-    models: int = knob(4, "of `--backup model`: models of one step, each of which judges")
-    model_hidden: list[int] = knob([200, 200, 200, 200], "their hidden layers")
-    model_epochs: int = knob(100, "at most so many passes over the data; they end when nothing improves")
+    hidden: list[int] = knob([256, 256], "hidden layers of V and of each Q", COUNT)
+    values: int = knob(4, "of `--backup model`: Vs, whose mean is taken", COUNT)
+    models: int = knob(4, "of `--backup model`: models of one step, each of which judges", COUNT)
+    model_hidden: list[int] = knob([200, 200, 200, 200], "their hidden layers", COUNT)
+    model_epochs: int = knob(100, "at most so many passes over the data; they end when nothing improves", COUNT)
     twins: str = knob("min", "what V learns from: the lesser of the two target Qs, or their mean", ("min", "mean"))
     critic_norm: bool = knob(False, "LayerNorm in each Q too; the original has it in V alone")
-    guide_hidden: list[int] = knob([256, 256, 256, 256], "hidden layers of the guidance")
-    value_lr: float = knob(3e-4, "AdamW's learning rate of the values")
-    guide_lr: float = knob(3e-4, "AdamW's learning rate of the guidance")
+    guide_hidden: list[int] = knob([256, 256, 256, 256], "hidden layers of the guidance", COUNT)
+    value_lr: float = knob(3e-4, "AdamW's learning rate of the values", RATE)
+    guide_lr: float = knob(3e-4, "AdamW's learning rate of the guidance", RATE)
     precision: str = knob("fp32", "of the guidance in training (fp32 is TF32 on CUDA)", ("fp32", "bf16"))
     lr_decay: bool = knob(True, "let both fall to min_lr along a cosine")
-    min_lr: float = knob(0.0, "where that cosine ends")
-    weight_decay: float = knob(1e-4, "decoupled weight decay of values and guidance")
+    min_lr: float = knob(0.0, "where that cosine ends", FROM_0)
+    weight_decay: float = knob(1e-4, "decoupled weight decay of values and guidance", FROM_0)
     # acting
     guidance: float | None = knob(None, "weight of the guidance; default: by the data's name, 1 to 4")
-    candidates: int = knob(16, "actions drawn for each state, of which one is chosen")
+    candidates: int = knob(16, "actions drawn for each state, of which one is chosen", COUNT)
     filter: str = knob("max", "take the best candidate, or draw by softmax", ("max", "softmax"))
-    temperature: float = knob(1.0, "of that softmax")
+    temperature: float = knob(1.0, "of that softmax", RATE)
     aggregate: str = knob("mean", "of the Qs that choose; lcb: mean - deviation", AGGREGATES)
-    solver_steps: int = knob(15, "network evaluations for an action")
-    solver_order: int = knob(2, "of the solver, 1 or 2")
-    solver_power: float = knob(1.0, "its times are u^power: above 1 more of them are early, and actions spread more")
+    solver_steps: int = knob(15, "network evaluations for an action", COUNT)
+    solver_order: int = knob(2, "of the solver, 1 or 2", Within(1, 2))
+    solver_power: float = knob(
+        1.0, "its times are u^power: above 1 more of them are early, and actions spread more", RATE
+    )
     clip_actions: str = knob("none", "to the action box: before or after the choice", ("none", "before", "after"))
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "temperature", "value_lr", "guide_lr", "behavior_lr", "least_weight", "time_power",
-                     "solver_power"):  # fmt: skip
-            if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"{name} must be above 0, not {getattr(self, name):g}")
-        for name in ("candidates", "solver_steps", "behavior_steps", "critic_steps", "noise_copies", "batch_size",
-                     "behavior_batch", "values", "models", "model_epochs"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name, least in (("ensemble", 0), ("returns_steps", 0), ("min_lr", 0), ("behavior_width", 4)):
-            if not getattr(self, name) >= least:
-                raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        for name in ("gamma", "tau", "trace", "behavior_ema"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"{name} must be from 0 to 1, not {getattr(self, name):g}")
-        if min([*self.hidden, *self.guide_hidden, *self.model_hidden], default=1) < 1:
-            raise UsageError("hidden layers must have at least 1 number")
-        if self.guidance is not None and not math.isfinite(self.guidance):
-            raise UsageError(f"guidance must be a number, not {self.guidance:g}")
-        if self.solver_order not in ORDERS:
-            raise UsageError(f"solver_order must be 1 or 2, not {self.solver_order}")
+        super().__post_init__()
         if self.backup == "data" and not self.returns_steps:
             raise UsageError("--backup data builds on an estimate of the data's return: returns_steps must be above 0")
         if (self.stage == "critic") != (self.behavior is not None):

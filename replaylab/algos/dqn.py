@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import huber_loss
 
-from replaylab.config import knob
+from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, Within, knob
 from replaylab.errors import UsageError
 from replaylab.models.pixels import NatureCNN
 from replaylab.step import Graph
@@ -30,26 +30,26 @@ WORDS = 84 * 84 // 8  # a frame as 64-bit words: gathering those is eight times 
 
 
 @dataclass
-class Config:
+class Config(Settings):
     """DQN."""
 
-    batch_size: int = knob(256, "transitions an update")
+    batch_size: int = knob(256, "transitions an update", COUNT)
     replay_ratio: float = knob(
-        64.0, "how often a transition is learned from: updates a step are replay_ratio / batch_size"
+        64.0, "how often a transition is learned from: updates a step are replay_ratio / batch_size", FROM_0
     )
-    lr: float = knob(2e-4, "Adam's learning rate")
+    lr: float = knob(2e-4, "Adam's learning rate", RATE)
     lr_steps: int | None = knob(
         None, "environment steps, over whose second half it falls to a tenth; default: all; 0: it stays"
     )
-    adam_eps: float = knob(2e-5, "Adam's epsilon")
-    gamma: float = knob(0.99, "discount")
-    n_step: int = knob(3, "rewards summed before the bootstrap")
-    tau: float = knob(0.005, "how far the target network moves to the network at each update")
-    max_grad_norm: float = knob(10.0, "longer gradients are shortened to this")
-    epsilon_final: float = knob(0.01, "share of random actions once exploration has faded")
-    epsilon_steps: int = knob(100_000, "environment steps over which it fades")
-    warm_up: int = knob(20_000, "environment steps with random actions before the first update")
-    replay_size: int = knob(1_000_000, "frames kept")
+    adam_eps: float = knob(2e-5, "Adam's epsilon", RATE)
+    gamma: float = knob(0.99, "discount", SHARE)
+    n_step: int = knob(3, "rewards summed before the bootstrap", Within(1, 20))
+    tau: float = knob(0.005, "how far the target network moves to the network at each update", SHARE)
+    max_grad_norm: float = knob(10.0, "longer gradients are shortened to this", RATE)
+    epsilon_final: float = knob(0.01, "share of random actions once exploration has faded", SHARE)
+    epsilon_steps: int = knob(100_000, "environment steps over which it fades", FROM_0)
+    warm_up: int = knob(20_000, "environment steps with random actions before the first update", FROM_0)
+    replay_size: int = knob(1_000_000, "frames kept", COUNT)
     bf16: bool = knob(True, "convolutions in bfloat16 on CUDA")
 
 
@@ -164,11 +164,9 @@ class DQN(nn.Module):
         length = config.replay_size // games
         if length < config.n_step + STACK + 1:
             raise UsageError(f"replay_size {config.replay_size} is too small for {games} games")
-        if not 0 < config.n_step <= 20 or config.batch_size < 1 or not config.replay_ratio >= 0:
-            raise UsageError("n_step must be 1 to 20, batch_size at least 1 and replay_ratio not negative")
         self.config, self.num_actions, self.device = config, actions, device
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             self.online = QNetwork(actions, config.bf16)
         self.target = deepcopy(self.online).requires_grad_(False)
         self.to(device)

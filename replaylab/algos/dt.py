@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from replaylab.algos import Normalizer, Phase, Spaces
-from replaylab.config import knob
+from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, Within, knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Windows
 from replaylab.errors import UsageError
@@ -30,43 +30,47 @@ from replaylab.step import Graph
 
 
 @dataclass
-class Config:
+class Config(Settings):
     """Decision Transformer."""
 
-    steps: int = knob(100_000, "updates")
-    batch_size: int = knob(64, "windows a batch")
-    context: int = knob(20, "steps in a window, K")
+    steps: int = knob(100_000, "updates", COUNT)
+    batch_size: int = knob(64, "windows a batch", COUNT)
+    context: int = knob(20, "steps in a window, K", COUNT)
     condition: str = knob("return", "return: ask for a return; none: clone with a memory", ("return", "none"))
     mode: str = knob("normal", "delayed: the whole return is paid at the end of an episode", ("normal", "delayed"))
-    rtg_scale: float | None = knob(None, "divides returns; default: the environment's, else the data's largest")
+    rtg_scale: float | None = knob(None, "divides returns; default: the environment's, else the data's largest", RATE)
     target: float | None = knob(None, "return to ask for; default: the environment's, else the data's best")
-    top_fraction: float = knob(1.0, "learn only from the best episodes, up to this fraction of the rows")
+    top_fraction: float = knob(
+        1.0, "learn only from the best episodes, up to this fraction of the rows", Within(0, 1, above=True)
+    )
     cut_episodes: str = knob(
         "keep",
         "episodes cut before their end, whose returns lack the rest; drop: learn from whole ones only",
         ("keep", "drop"),
     )
     normalize: bool = knob(True, "standardise vectors and frames with the data's mean and deviation")
-    width: int = knob(128, "of a token")
-    layers: int = knob(3, "transformer blocks")
-    heads: int = knob(1, "of attention")
+    width: int = knob(128, "of a token", COUNT)
+    layers: int = knob(3, "transformer blocks", COUNT)
+    heads: int = knob(1, "of attention", COUNT)
     activation: str = knob("relu", "in the blocks", ACTIVATIONS)
-    dropout: float = knob(0.1, "of embeddings, attention and residuals")
+    dropout: float = knob(0.1, "of embeddings, attention and residuals", SHARE)
     style: str = knob("norm", "how tokens are embedded: norm as in the Gym half, tanh as in the Atari half", STYLES)
-    max_timestep: int = knob(1000, "rows of the timestep table; later steps share the last one")
-    timestep_std: float = knob(0.02, "deviation of that table's first weights in the norm style; the original's is 1")
-    ahead: float = knob(0.0, "weight of a loss on predicting the next observation and return; 0: no such heads")
-    lr: float = knob(1e-4, "AdamW's learning rate")
-    betas: list[float] = knob([0.9, 0.999], "AdamW's two decay rates")
-    weight_decay: float = knob(1e-4, "decoupled weight decay")
+    max_timestep: int = knob(1000, "rows of the timestep table; later steps share the last one", COUNT)
+    timestep_std: float = knob(
+        0.02, "deviation of that table's first weights in the norm style; the original's is 1", FROM_0
+    )
+    ahead: float = knob(0.0, "weight of a loss on predicting the next observation and return; 0: no such heads", FROM_0)
+    lr: float = knob(1e-4, "AdamW's learning rate", RATE)
+    betas: list[float] = knob([0.9, 0.999], "AdamW's two decay rates", SHARE)
+    weight_decay: float = knob(1e-4, "decoupled weight decay", FROM_0)
     decay_on: str = knob("all", "what decays: all, or weights of matrices and convolutions only", ("all", "weights"))
-    clip: float = knob(0.25, "largest norm of a seed's gradient; 0: no limit")
-    warmup_steps: int = knob(10_000, "updates over which the learning rate rises")
-    warmup_tokens: int = knob(0, "the same counted in predicted actions; used when above 0")
+    clip: float = knob(0.25, "largest norm of a seed's gradient; 0: no limit", FROM_0)
+    warmup_steps: int = knob(10_000, "updates over which the learning rate rises", FROM_0)
+    warmup_tokens: int = knob(0, "the same counted in predicted actions; used when above 0", FROM_0)
     lr_decay: bool = knob(False, "after the warm-up let it fall along a cosine, to a tenth")
-    final_tokens: int = knob(0, "predicted actions at which the cosine would be 0; 0: 6/5 of the run's")
-    temperature: float = knob(0.0, "of discrete actions drawn at random; 0: the most likely one")
-    top_k: int = knob(0, "draw among the k most likely actions only; 0: all")
+    final_tokens: int = knob(0, "predicted actions at which the cosine would be 0; 0: 6/5 of the run's", FROM_0)
+    temperature: float = knob(0.0, "of discrete actions drawn at random; 0: the most likely one", FROM_0)
+    top_k: int = knob(0, "draw among the k most likely actions only; 0: all", FROM_0)
     precision: str = knob("fp32", "of the forward pass in training (fp32 is TF32 on CUDA)", ("fp32", "bf16"))
 
 
@@ -214,10 +218,8 @@ class Agent(nn.Module):
         self.pixels = len(seen) == 3
         if len(seen) != 1 and (len(seen) != 3 or seen[1:] != (84, 84) or spaces.observation_dtype != "uint8"):
             raise UsageError(f"dt takes vectors or stacks of 84 x 84 byte frames, not {spaces.observation_dtype}{seen}")
-        if config.width % config.heads or min(config.context, config.layers) < 1:
-            raise UsageError("width must be a multiple of heads, context and layers at least 1")
-        if config.rtg_scale is not None and not 0 < config.rtg_scale < math.inf:
-            raise UsageError(f"rtg_scale must be above 0, not {config.rtg_scale:g}")
+        if config.width % config.heads:
+            raise UsageError(f"width must be a multiple of heads ({config.heads}), not {config.width}")
         if self.pixels and config.ahead:
             raise UsageError("ahead predicts vectors, not frames: leave it at 0")
         self.config, self.seeds, self.device, self.discrete = config, list(seeds), device, spaces.discrete

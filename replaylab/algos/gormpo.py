@@ -24,7 +24,7 @@ from replaylab.algos import Normalizer, Phase, Spaces
 from replaylab.algos.gormpo_density import DensityFit
 from replaylab.algos.sac import SAC
 from replaylab.algos.sac import Config as SACConfig
-from replaylab.config import knob
+from replaylab.config import COUNT, FROM_0, RATE, SHARE, knob
 from replaylab.data.episodes import Episodes
 from replaylab.errors import DataError, UsageError
 from replaylab.models import termination
@@ -46,8 +46,6 @@ from replaylab.models.penalty import DENSITY, ENSEMBLE
 from replaylab.step import Graph
 from replaylab.tensors import under
 
-COUNTS = ("steps", "batch_size", "dynamics_batch", "max_epochs", "patience", "rollout_batch", "rollout_every", "retain")
-RATES = ("actor_lr", "critic_lr", "alpha_lr", "dynamics_lr")
 SHOWN = 1500  # points of the picture
 
 
@@ -55,9 +53,9 @@ SHOWN = 1500  # points of the picture
 class Config(SACConfig):
     """Density-penalised model-based policy optimisation."""
 
-    steps: int = knob(500_000, "updates of the policy")
-    actor_lr: float = knob(1e-4, "Adam's learning rate of the actor")
-    alpha_lr: float = knob(1e-4, "Adam's learning rate of the temperature")
+    steps: int = knob(500_000, "updates of the policy", COUNT)
+    actor_lr: float = knob(1e-4, "Adam's learning rate of the actor", RATE)
+    alpha_lr: float = knob(1e-4, "Adam's learning rate of the temperature", RATE)
     actor_lr_decay: bool = knob(True, "let the actor's rate fall to zero along a cosine")
     alpha_max: float | None = knob(1.0, "the temperature used is never above; none: no such limit")
     goal_min: float | None = knob(
@@ -67,29 +65,34 @@ class Config(SACConfig):
     density: str = knob("realnvp", "kind of density model", [*KINDS, "none"])
     density_model: str | None = knob(None, "folder of `replaylab density fit`, instead of fitting one in the run")
     density_inputs: str = knob("nsa", "what a fitted density looks at: (s, a), (s', a) or (s, a, s')", INPUTS)
-    density_steps: int | None = knob(None, "updates of the density; default: as `replaylab density fit`")
+    density_steps: int | None = knob(None, "updates of the density; default: as `replaylab density fit`", COUNT)
     percentile: float = knob(1.0, "the threshold: this percentage of held-out rows is less likely")
     penalty: str = knob("tanh", "penalty from the density", [*DENSITY, "none"])
-    penalty_coef: float | None = knob(None, "its coefficient; default: by environment and level, see the docs; 0: none")
+    penalty_coef: float | None = knob(
+        None, "its coefficient; default: by environment and level, see the docs; 0: none", FROM_0
+    )
     uncertainty: str = knob("none", "penalty from the ensemble", [*ENSEMBLE, "none"])
-    uncertainty_coef: float | None = knob(None, "its coefficient; default: by environment and level; 0: none")
+    uncertainty_coef: float | None = knob(None, "its coefficient; default: by environment and level; 0: none", FROM_0)
     termination: str = knob("auto", "auto, a known environment, none, or your own FILE.py:FUNCTION")
     dynamics_model: str | None = knob(None, "run folder whose ensembles are taken, seed by seed, instead of training")
-    members: int = knob(7, "networks of the ensemble")
-    elites: int = knob(5, "of them, how many imagine")
-    dynamics_hidden: list[int] = knob([200, 200, 200, 200], "widths of their hidden layers")
-    dynamics_lr: float = knob(1e-3, "Adam's learning rate of the ensemble")
-    dynamics_batch: int = knob(256, "rows a batch of each member")
+    members: int = knob(7, "networks of the ensemble", COUNT)
+    elites: int = knob(5, "of them, how many imagine", COUNT)
+    dynamics_hidden: list[int] = knob([200, 200, 200, 200], "widths of their hidden layers", COUNT)
+    dynamics_lr: float = knob(1e-3, "Adam's learning rate of the ensemble", RATE)
+    dynamics_batch: int = knob(256, "rows a batch of each member", COUNT)
     scale_targets: bool = knob(True, "standardise what the ensemble predicts, not only what it sees")
-    patience: int = knob(5, "epochs without an improvement of 1 % on held-out rows until the ensemble is done")
-    max_epochs: int = knob(200, "at most so many")
-    rollout_batch: int = knob(50_000, "states from which is imagined")
-    rollout_length: int | None = knob(None, "imagined steps from each; default: by environment and level, else 5")
-    rollout_every: int = knob(1000, "updates of the policy between rollouts")
-    retain: int = knob(5, "rollouts that are kept")
-    real_ratio: float = knob(0.05, "share of logged rows in a batch")
+    patience: int = knob(5, "epochs without an improvement of 1 % on held-out rows until the ensemble is done", COUNT)
+    max_epochs: int = knob(200, "at most so many", COUNT)
+    rollout_batch: int = knob(50_000, "states from which is imagined", COUNT)
+    rollout_length: int | None = knob(
+        None, "imagined steps from each; default: by environment and level, else 5", COUNT
+    )
+    rollout_every: int = knob(1000, "updates of the policy between rollouts", COUNT)
+    retain: int = knob(5, "rollouts that are kept", COUNT)
+    real_ratio: float = knob(0.05, "share of logged rows in a batch", SHARE)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.termination = termination.absolute(self.termination)
 
 
@@ -450,30 +453,6 @@ def _check(config: Config, spaces: Spaces) -> None:
         )
     if config.penalty == "none" and config.density_model is not None:
         raise UsageError("a density without a penalty does nothing: pass --penalty tanh, or leave out --density-model")
-    for name in ("penalty_coef", "uncertainty_coef"):
-        if not 0 <= (getattr(config, name) or 0.0) < math.inf:
-            raise UsageError(f"{name} must be a number from 0 on, not {getattr(config, name)}")
-    if not 1 <= config.elites <= config.members:
+    if config.elites > config.members:
         raise UsageError(f"elites must be from 1 to members ({config.members}), not {config.elites}")
-    if not 0 <= config.real_ratio <= 1:
-        raise UsageError(f"real_ratio must be from 0 to 1, not {config.real_ratio}")
-    for name in COUNTS:
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} must be at least 1, not {getattr(config, name)}")
-    if config.density_steps is not None and config.density_steps < 1:
-        raise UsageError(f"density_steps must be at least 1, not {config.density_steps}")
-    for name in ("hidden", "dynamics_hidden"):
-        if min(getattr(config, name), default=1) < 1:
-            raise UsageError(f"{name} must be widths of at least 1, not {getattr(config, name)}")
-    for name in RATES:
-        if not 0 < getattr(config, name) < math.inf:
-            raise UsageError(f"{name} must be a number above 0, not {getattr(config, name)}")
-    for name in ("gamma", "tau"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise UsageError(f"{name} must be from 0 to 1, not {getattr(config, name)}")
-    for name in ("alpha_max", "goal_min"):
-        if math.isnan(getattr(config, name) or 0.0):
-            raise UsageError(f"{name} must be a number")
-    if config.rollout_length is not None and config.rollout_length < 1:
-        raise UsageError(f"rollout_length must be at least 1, not {config.rollout_length}")
     check_percentile(config.percentile)

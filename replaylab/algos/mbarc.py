@@ -14,7 +14,6 @@ collection before they do. Dreams may begin in held-out episodes: that trains th
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from replaylab.algos import Phase, Spaces, ppo
-from replaylab.config import knob
+from replaylab.config import COUNT, FROM_0, RATE, SHARE, Within, knob
 from replaylab.data.frames import FrameReplay, Table
 from replaylab.errors import DataError, UsageError, require
 from replaylab.models import reward
@@ -46,15 +45,21 @@ class Config(ppo.Config):
     """Model-based aware reward classification."""
 
     strategy: str = knob("mbarc", "which transitions the reward model is shown", tuple(reward.UPDATES))
-    epochs: int = knob(15, "rounds of collecting, world model, reward model, policy")
+    epochs: int = knob(15, "rounds of collecting, world model, reward model, policy", COUNT)
     random_steps: int = knob(6400, "real steps played at random before the first epoch")
     collect_steps: int = knob(6400, "real steps played by the policy at the start of each epoch")
-    budget: int = knob(102_400, "real steps there may be in all")
+    budget: int = knob(102_400, "real steps there may be in all", COUNT)
     strict_budget: bool = knob(True, "count what resets cost too; the last epochs then collect less")
-    games: int = knob(8, "real games played side by side; each goes on in the next epoch")
-    held_out: float = knob(0.05, "share of real steps, in whole episodes, that judge the models and never train them")
-    temperature: float = knob(1.0, "of the policy's choices while it collects")
-    eval_temperature: float = knob(1.0, "of the policy's choices while it is evaluated; 0: the likeliest action")
+    games: int = knob(8, "real games played side by side; each goes on in the next epoch", COUNT)
+    held_out: float = knob(
+        0.05,
+        "share of real steps, in whole episodes, that judge the models and never train them",
+        Within(0, MOST_HELD),
+    )
+    temperature: float = knob(1.0, "of the policy's choices while it collects", RATE)
+    eval_temperature: float = knob(
+        1.0, "of the policy's choices while it is evaluated; 0: the likeliest action", FROM_0
+    )
     # the world model
     fidelity: str = knob("improved", "original: keep what the original does wrong", ("improved", "original"))
     pixels: str = knob("palette", "a pixel is one of the console's colours, or three intensities", ("palette", "rgb"))
@@ -63,43 +68,49 @@ class Config(ppo.Config):
     double: int = knob(3, "times it doubles its channels on the way")
     bits: int = knob(128, "random bits that tell one future from another")
     continue_head: bool = knob(True, "learn when a game is over, so that dreams end too")
-    world_steps: int = knob(2500, "updates of the world model an epoch")
-    world_first: int = knob(3, "times as many in the first epoch")
-    world_lr: float = knob(3e-4, "AdamW's learning rate of the world model; 0: Adafactor, as the original")
-    world_batch: int = knob(16, "sequences the world model is trained on side by side")
-    world_rollout: int = knob(1, "steps it goes along a sequence on its own frames; 1: it always learns from true ones")
-    average: float = knob(
-        0.998, "decay of a mean of its and the reward model's weights, which a phase ends with; 0: none"
+    world_steps: int = knob(2500, "updates of the world model an epoch", COUNT)
+    world_first: int = knob(3, "times as many in the first epoch", COUNT)
+    world_lr: float = knob(3e-4, "AdamW's learning rate of the world model; 0: Adafactor, as the original", SHARE)
+    world_batch: int = knob(16, "sequences the world model is trained on side by side", COUNT)
+    world_rollout: int = knob(
+        1, "steps it goes along a sequence on its own frames; 1: it always learns from true ones", COUNT
     )
-    input_noise: float = knob(0.05, "share of pixels replaced by the median")
-    sampling_decay: int = knob(3700, "updates until bits, and frames along a sequence, are its own")
-    world_grad_clip: float = knob(1.0, "largest norm of the gradients of world and reward model")
+    average: float = knob(
+        0.998,
+        "decay of a mean of its and the reward model's weights, which a phase ends with; 0: none",
+        Within(0, 0.9999),
+    )
+    input_noise: float = knob(0.05, "share of pixels replaced by the median", SHARE)
+    sampling_decay: int = knob(3700, "updates until bits, and frames along a sequence, are its own", FROM_0)
+    world_grad_clip: float = knob(1.0, "largest norm of the gradients of world and reward model", RATE)
     # the reward model
     reward_head: str = knob(
         "frames", "reads frames, the told next one too; or mbarc, simple: the world model's inner maps", reward.HEADS
     )
-    reward_shift: int = knob(4, "pixels that frames are moved by, at random, when it learns; the original: 0")
-    reward_steps: int = knob(0, "updates of the reward model an epoch; 0: as many as the strategy takes")
-    reward_batch: int = knob(32, "transitions a batch")
+    reward_shift: int = knob(
+        4, "pixels that frames are moved by, at random, when it learns; the original: 0", Within(0, 20)
+    )
+    reward_steps: int = knob(0, "updates of the reward model an epoch; 0: as many as the strategy takes", FROM_0)
+    reward_batch: int = knob(32, "transitions a batch", COUNT)
     masses: list[float] = knob(list(reward.MASSES), "share of each class of transitions in mbarc's draws")
     classes: str = knob(
         "near", "near: far zero, near zero, rewarded; or lead-up: before, rewarded, other", reward.CLASSES
     )
-    near: int = knob(1, "steps from a reward that count as near, or as leading up")
+    near: int = knob(1, "steps from a reward that count as near, or as leading up", COUNT)
     focal: bool = knob(False, "class-balanced focal loss instead of cross-entropy")
     dream_rewards: str = knob(
         "expected", "what dreams pay: expected, the draws allowed for; or the likeliest of -1, 0, 1", PAID
     )
     # the policy
-    agents: int = knob(64, "dreams side by side")
+    agents: int = knob(64, "dreams side by side", COUNT)
     from_start: int = knob(4, "of them from the start of a game, the others from anywhere")
-    rollout: int = knob(50, "steps of a dream")
+    rollout: int = knob(50, "steps of a dream", COUNT)
     ppo_updates: int = knob(130, "dream-and-learn rounds an epoch")
     doubled: list[int] = knob([7, 11], "epochs with twice as many")
     tripled: list[int] = knob([14], "epochs with three times as many")
-    ppo_lr: float = knob(2e-4, "Adam's learning rate of the policy")
-    ppo_minibatch: int = knob(320, "steps a gradient is taken from")
-    shrink: int = knob(1, "show every n-th pixel only, for tests; 1 or 2")
+    ppo_lr: float = knob(2e-4, "Adam's learning rate of the policy", RATE)
+    ppo_minibatch: int = knob(320, "steps a gradient is taken from", COUNT)
+    shrink: int = knob(1, "show every n-th pixel only, for tests; 1 or 2", Within(1, 2))
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -457,13 +468,6 @@ class Agent(nn.Module):
 
 def _check(config: Config) -> None:
     """What would otherwise fail only hours later."""
-    for name in ("epochs", "games", "world_steps", "world_first", "world_batch", "world_rollout", "rollout",
-                 "reward_batch", "near", "agents", "ppo_epochs", "ppo_minibatch"):  # fmt: skip
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} must be at least 1, not {getattr(config, name)}")
-    for name in ("world_grad_clip", "temperature", "ppo_lr"):
-        if not getattr(config, name) > 0:
-            raise UsageError(f"{name} must be above 0, not {getattr(config, name):g}")
     wanted = counters(config)["real_steps"]
     if wanted > config.budget:
         raise UsageError(
@@ -473,11 +477,6 @@ def _check(config: Config) -> None:
     for name in ("random_steps", "collect_steps"):
         if getattr(config, name) % config.games or getattr(config, name) < config.games:
             raise UsageError(f"{name} must be a multiple of games ({config.games}), not {getattr(config, name)}")
-    for name, low, high in (
-        ("shrink", 1, 2), ("from_start", 0, config.agents), ("held_out", 0, MOST_HELD), ("input_noise", 0, 1),
-        ("gamma", 0, 1), ("gae_lambda", 0, 1), ("eval_temperature", 0, math.inf), ("reward_steps", 0, math.inf),
-        ("reward_shift", 0, 20), ("average", 0, 0.9999), ("world_lr", 0, 1),
-    ):  # fmt: skip
-        if not low <= getattr(config, name) <= high:
-            raise UsageError(f"{name} must be {low} to {high}, not {getattr(config, name)}")
+    if not 0 <= config.from_start <= config.agents:
+        raise UsageError(f"from_start must be from 0 to agents ({config.agents}), not {config.from_start}")
     reward.masses_of(torch.ones(4, dtype=torch.bool), config.masses, config.classes)

@@ -22,24 +22,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from replaylab.config import knob
+from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, knob
 from replaylab.fuse import fused
 from replaylab.models.adam import adam, clipped_step
 
 
 @dataclass
-class Config:
+class Config(Settings):
     """Proximal policy optimisation."""
 
-    ppo_lr: float = knob(1e-4, "Adam's learning rate of the policy")
-    ppo_clip: float = knob(0.1, "how far an update may move the policy's ratios and the values")
-    ppo_epochs: int = knob(4, "times an update goes through what was played")
-    ppo_minibatch: int = knob(160, "steps a gradient is taken from")
-    ppo_grad_clip: float = knob(0.5, "largest norm of the policy's gradient; 0: no limit")
-    entropy: float = knob(0.01, "weight of the policy's entropy")
-    value_coef: float = knob(0.5, "weight of the critic's loss")
-    gamma: float = knob(0.99, "discount")
-    gae_lambda: float = knob(0.95, "how far advantages look ahead: 0 one step, 1 to the end")
+    ppo_lr: float = knob(1e-4, "Adam's learning rate of the policy", RATE)
+    ppo_clip: float = knob(0.1, "how far an update may move the policy's ratios and the values", RATE)
+    ppo_epochs: int = knob(4, "times an update goes through what was played", COUNT)
+    ppo_minibatch: int = knob(160, "steps a gradient is taken from", COUNT)
+    ppo_grad_clip: float = knob(0.5, "largest norm of the policy's gradient; 0: no limit", FROM_0)
+    entropy: float = knob(0.01, "weight of the policy's entropy", FROM_0)
+    value_coef: float = knob(0.5, "weight of the critic's loss", FROM_0)
+    gamma: float = knob(0.99, "discount", SHARE)
+    gae_lambda: float = knob(0.95, "how far advantages look ahead: 0 one step, 1 to the end", SHARE)
 
 
 # --- the maths

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from replaylab.algos import Spaces
-from replaylab.config import knob
+from replaylab.config import COUNT, RATE, SHARE, Settings, knob
 from replaylab.models.adam import adam
 from replaylab.models.mlp import MLP, generators
 
@@ -28,16 +28,16 @@ LOG_STD = (-5.0, 2.0)
 
 
 @dataclass
-class Config:
+class Config(Settings):
     """Soft actor-critic."""
 
-    hidden: list[int] = knob([256, 256], "widths of the hidden layers of actor and critics")
-    batch_size: int = knob(256, "rows a batch")
-    gamma: float = knob(0.99, "discount")
-    tau: float = knob(0.005, "how far the target critics move to the critics at each update")
-    actor_lr: float = knob(3e-4, "Adam's learning rate of the actor")
-    critic_lr: float = knob(3e-4, "Adam's learning rate of the critics")
-    alpha_lr: float = knob(3e-4, "Adam's learning rate of the temperature")
+    hidden: list[int] = knob([256, 256], "widths of the hidden layers of actor and critics", COUNT)
+    batch_size: int = knob(256, "rows a batch", COUNT)
+    gamma: float = knob(0.99, "discount", SHARE)
+    tau: float = knob(0.005, "how far the target critics move to the critics at each update", SHARE)
+    actor_lr: float = knob(3e-4, "Adam's learning rate of the actor", RATE)
+    critic_lr: float = knob(3e-4, "Adam's learning rate of the critics", RATE)
+    alpha_lr: float = knob(3e-4, "Adam's learning rate of the temperature", RATE)
     target_entropy: float | None = knob(None, "entropy to hold; default: minus the number of action dimensions")
 
 

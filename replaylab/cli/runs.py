@@ -77,7 +77,7 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
 def _add_acting(verb: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Options that change how a run's policy acts: those of the systems of the runs that are named."""
     named = list(itertools.takewhile(lambda word: not word.startswith("-"), words[1:]))
-    systems = dict.fromkeys(RunFolder(word).require().config()["system"] for word in named)
+    systems = dict.fromkeys(RunFolder(word).system() for word in named)
     for name in systems:
         module = system(name)
         title = f"how {name} acts; several values are all tried"
@@ -225,7 +225,7 @@ def _eval(args: argparse.Namespace) -> None:
         )
     found = []
     for run in args.runs:
-        acting = getattr(system(RunFolder(run).require().config()["system"]), "ACTING", ())
+        acting = getattr(system(RunFolder(run).system()), "ACTING", ())
         records = evaluate(
             run,
             getattr(args, "env", None),

@@ -24,7 +24,7 @@ from replaylab.collect.levels import layers_of
 from replaylab.collect.maze import parse, plan, write
 from replaylab.collect.online import Config as OnlineConfig
 from replaylab.collect.online import Online
-from replaylab.config import knob, resolve
+from replaylab.config import COUNT, FROM_0, RATE, knob, resolve
 from replaylab.data.read import load
 from replaylab.data.write import check_target
 from replaylab.envs.antgoal import observe
@@ -44,16 +44,16 @@ class Config(OnlineConfig):
     """SAC for the ant, and the trips."""
 
     # small and quick: an ant that reaches every goal takes some ten minutes of one core
-    train_steps: int = knob(300_000, "environment steps to train for")
-    updates_per_step: float = knob(0.25, "updates for each environment step")
-    hidden: list[int] = knob([128, 128], "widths of the hidden layers of actor and critics")
-    batch_size: int = knob(128, "rows a batch")
-    actor_lr: float = knob(6e-4, "Adam's learning rate of the actor")
-    critic_lr: float = knob(6e-4, "Adam's learning rate of the critics")
-    alpha_lr: float = knob(6e-4, "Adam's learning rate of the temperature")
-    warm_up: int = knob(4_000, "steps with random actions before the first update")
+    train_steps: int = knob(300_000, "environment steps to train for", COUNT)
+    updates_per_step: float = knob(0.25, "updates for each environment step", FROM_0)
+    hidden: list[int] = knob([128, 128], "widths of the hidden layers of actor and critics", COUNT)
+    batch_size: int = knob(128, "rows a batch", COUNT)
+    actor_lr: float = knob(6e-4, "Adam's learning rate of the actor", RATE)
+    critic_lr: float = knob(6e-4, "Adam's learning rate of the critics", RATE)
+    alpha_lr: float = knob(6e-4, "Adam's learning rate of the temperature", RATE)
+    warm_up: int = knob(4_000, "steps with random actions before the first update", FROM_0)
     style: str | None = knob(None, "hand-picked (play) or random (diverse) starts and targets of trips", MODES)
-    noise: float = knob(0.2, "deviation of the noise on the walker's actions")
+    noise: float = knob(0.2, "deviation of the noise on the walker's actions", FROM_0)
     walker: str | None = knob(None, "an antmaze dataset from here, whose walker is used: nothing is trained")
 
 
@@ -79,8 +79,6 @@ def collect_antmaze(
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists: pass --overwrite or another --out")
     check_target(out, format, overwrite)
-    if not 0 <= config.noise < np.inf:
-        raise UsageError(f"noise must be a number from 0 up, not {config.noise}")
     online = None
     if config.walker:
         weights, facts = load_walker(config.walker)

@@ -29,7 +29,7 @@ import torch
 from replaylab.algos.dqn import DQN
 from replaylab.algos.dqn import Config as DQNConfig
 from replaylab.collect import recipe
-from replaylab.config import knob, resolve
+from replaylab.config import COUNT, FROM_0, SHARE, Within, knob, resolve
 from replaylab.data.formats import dqn_replay
 from replaylab.data.formats.dqn_log import Log
 from replaylab.envs import atari
@@ -45,13 +45,13 @@ RECENT = 100  # episodes whose mean return is reported
 class Config(DQNConfig):
     """DQN in Atari games."""
 
-    environments: int = knob(32, "games played side by side")
-    chapter: int = knob(500_000, "environment steps between checkpoints; the running episodes are cut off there")
-    files: int = knob(50, "checkpoint files the log is cut into, about")
-    gzip_level: int = knob(1, "of the log")
-    sticky: float = knob(0.25, "probability that the game repeats the previous action; Dopamine's is 0.25")
-    eval_episodes: int = knob(30, "games the finished policy plays for its score")
-    points: int = knob(40, "points on the learning curve")
+    environments: int = knob(32, "games played side by side", COUNT)
+    chapter: int = knob(500_000, "environment steps between checkpoints; the running episodes are cut off there", COUNT)
+    files: int = knob(50, "checkpoint files the log is cut into, about", COUNT)
+    gzip_level: int = knob(1, "of the log", Within(0, 9))
+    sticky: float = knob(0.25, "probability that the game repeats the previous action; Dopamine's is 0.25", SHARE)
+    eval_episodes: int = knob(30, "games the finished policy plays for its score; 0: none", FROM_0)
+    points: int = knob(40, "points on the learning curve", COUNT)
     deterministic: bool = knob(True, "only convolutions that give the same result every time")
 
 
@@ -69,10 +69,8 @@ def collect_atari(
     """Train DQN on `game` for `steps` steps and log them all to `out/1/replay_logs`, with a recipe.json in `out`."""
     env_id = f"atari/{atari.game_name(game)}"
     (config,) = resolve([Config], [("settings", settings)])
-    if min(config.environments, config.files, config.points) < 1:
-        raise UsageError("environments, files and points must be at least 1")
     if min(steps, config.chapter) < config.environments:
-        raise UsageError("steps and chapter must be at least the number of environments")
+        raise UsageError(f"steps and chapter must be at least environments ({config.environments})")
     out = Path(out)
     training = out.with_name(out.name + ".training")
     asked = {"env_id": env_id, "steps": steps, "seed": seed, "device": pick_device(device).type} | asdict(config)

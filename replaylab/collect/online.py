@@ -25,7 +25,7 @@ from replaylab import envs
 from replaylab.algos import Spaces
 from replaylab.algos.sac import SAC
 from replaylab.algos.sac import Config as SACConfig
-from replaylab.config import knob
+from replaylab.config import COUNT, FROM_0, knob
 from replaylab.errors import DataError, UsageError
 from replaylab.evaluate import rollout
 from replaylab.fuse import fused
@@ -38,13 +38,13 @@ from replaylab.tensors import load_tensors, save_tensors
 class Config(SACConfig):
     """SAC in an environment."""
 
-    train_steps: int = knob(1_000_000, "environment steps (and updates) to train for")
-    environments: int = knob(16, "environments stepped side by side, per candidate")
-    candidates: int = knob(1, "policies trained side by side; the best one makes the data")
-    warm_up: int = knob(10_000, "steps with random actions before the first update")
-    updates_per_step: float = knob(1.0, "updates for each environment step")
-    chapter: int = knob(20_000, "environment steps between evaluations, snapshots and checkpoints")
-    eval_episodes: int = knob(10, "episodes of each evaluation")
+    train_steps: int = knob(1_000_000, "environment steps (and updates) to train for", COUNT)
+    environments: int = knob(16, "environments stepped side by side, per candidate", COUNT)
+    candidates: int = knob(1, "policies trained side by side; the best one makes the data", COUNT)
+    warm_up: int = knob(10_000, "steps with random actions before the first update", FROM_0)
+    updates_per_step: float = knob(1.0, "updates for each environment step", FROM_0)
+    chapter: int = knob(20_000, "environment steps between evaluations, snapshots and checkpoints", COUNT)
+    eval_episodes: int = knob(10, "episodes of each evaluation", COUNT)
     compile: bool = knob(True, "torch.compile the update on CUDA: a third faster after some twenty seconds")
     stop_at: float | None = knob(None, "end training when a candidate's mean return reaches this")
 
@@ -84,7 +84,10 @@ class Online:
     def __init__(self, env_id: str, config: Config, seed: int, device: torch.device, folder: Path):
         self.env_id, self.config, self.seed, self.device, self.folder = env_id, config, seed, device, folder
         if config.chapter % config.environments or config.train_steps < config.chapter:
-            raise UsageError("chapter must be a multiple of environments and at most train_steps")
+            raise UsageError(
+                f"chapter must be a multiple of environments ({config.environments}) and at most train_steps "
+                f"({config.train_steps:,}), not {config.chapter:,}"
+            )
         self.env = envs.make_vec(env_id, config.candidates * config.environments)
         box = self.env.single_action_space
         if not hasattr(box, "low") or len(self.env.single_observation_space.shape) != 1:

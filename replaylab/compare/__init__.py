@@ -13,6 +13,7 @@ from replaylab.compare.evidence import export, holds_results, results_markdown
 from replaylab.compare.gather import Comparison, Entry, gather
 from replaylab.compare.sections import sections
 from replaylab.compare.tables import markdown, to_csv
+from replaylab.errors import UsageError
 from replaylab.page import page, write_page
 from replaylab.report import report
 
@@ -38,6 +39,8 @@ def compare(runs: str | Path | Iterable[str | Path], out: str | Path | None = No
     found = gather(runs)
     alone = Path(runs) if isinstance(runs, (str, Path)) else Path()
     path = Path(out) if out is not None else alone / "comparison.html"
+    if path.suffix in (".md", ".csv"):
+        raise UsageError(f"{path} is what a table beside the page would be called: name the page, {path.stem}.html")
     for run in found.runs if reports else []:
         own = run.path / "report.html"
         if not own.exists() or own.stat().st_mtime < (run.path / "run.json").stat().st_mtime:

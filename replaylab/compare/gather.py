@@ -217,6 +217,9 @@ def _status(
 def _add(entry: Entry, group: Evaluations, run: Run) -> None:
     entry.normalized &= group.normalized
     key = "normalized" if group.normalized else "returns"
+    if again := [seed for seed in group.seeds if seed in entry.curves]:
+        others = ", ".join(str(other.path) for other in entry.runs)
+        run.notes.append(f"seed {', '.join(again)} is in {others} too: where both have a step, this run's counts")
     for step in sorted(group.lines):
         for seed, line in group.lines[step].items():
             entry.curves.setdefault(seed, {})[step] = line[key]

@@ -220,7 +220,7 @@ def _cost_row(run: Run, spent: float | None, gpu: bool, out: Path) -> list[Html 
         number(spent) if gpu else "–",
         text(machine.get("device") or "–") if isinstance(machine, dict) else "–",
         str(len(seeds)) if isinstance(seeds, list) else "–",
-        number(run.config.get("steps")),
+        number(run.step),
         number(finite(run.info.get("parameters"))),
         Html(f'<span class="status {known}">{escape(status)}</span>'),
         text(run.info.get("finished") or "–"),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from replaylab.data.episodes import MAX_NOTES, Episodes, concatenate
-from replaylab.errors import UsageError, nearest
+from replaylab.errors import DataError, UsageError, nearest
 
 # `pca-quadrant`: the observation's first component must lie below this, where the caller does not say
 THRESHOLDS = {"hopper": -5.0, "halfcheetah": -20.0, "walker2d": -10.0}
@@ -122,6 +122,8 @@ def pca_quadrant(
     """Rows with a first principal component below `threshold` in observations and below `action_threshold` in actions
     are kept with probability `keep`; all others stay."""
     _check_share("keep", keep)
+    if not np.isfinite(episodes.observations).all() or not np.isfinite(episodes.actions).all():
+        raise DataError("pca-quadrant needs finite numbers: `replaylab data info` tells where there are none")
     if threshold is None:
         threshold = _default_threshold(episodes)
     along_obs, obs_axis = first_component(episodes.observations)
@@ -190,14 +192,15 @@ def _check_continuous(episodes: Episodes, what: str) -> None:
 
 
 def _check_share(name: str, share: float) -> None:
-    if not 0 <= share <= 1:
+    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise UsageError(f"{name} must be from 0 to 1, not {share}")
 
 
 def _range(name: str, ends: Sequence[float], absolute: bool) -> tuple[float, float]:
-    if len(ends) != 2 or not ends[0] <= ends[1] or not (absolute or 0 <= ends[0] <= ends[1] <= 1):
+    pair = np.ndim(ends) == 1 and len(ends) == 2 and all(isinstance(end, (int, float)) for end in ends)
+    if not pair or not ends[0] <= ends[1] or not (absolute or 0 <= ends[0] <= ends[1] <= 1):
         what = "two rising numbers" if absolute else "two rising quantiles from 0 to 1"
-        raise UsageError(f"{name} must be {what}, not {list(ends)}")
+        raise UsageError(f"{name} must be {what}, not {ends}")
     return float(ends[0]), float(ends[1])
 
 

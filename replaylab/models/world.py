@@ -126,7 +126,7 @@ class World(nn.Module):
         self.shape, self.precision = shape, precision
         self.original = shape.fidelity == "original"
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             self._build(shape)
         if colours is None:  # greys; an environment brings its own
             colours = torch.linspace(0, 255, shape.palette)[:, None].expand(-1, 3)

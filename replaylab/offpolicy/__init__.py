@@ -213,9 +213,10 @@ def summary(found: dict[str, Any]) -> list[str]:
         said.append(f"data: discounted return {data['mean']:.4g} [{data['low']:.4g}, {data['high']:.4g}]")
         for policy, near in zip(found["fqe"]["policies"], found["support"]["policies"], strict=True):
             gain = policy["gain"]
+            far = "beyond the log's 99 %" if any(found["support"]["thresholds"]) else "not taken in similar states"
             said.append(
                 f"seed {policy['seed']}: {gain['mean']:+.3g} [{gain['low']:+.3g}, {gain['high']:+.3g}] over the data's "
-                f"own actions, estimated: {policy['verdict']}; {near['beyond_99']:.0%} of actions beyond the log's 99 %"
+                f"own actions, estimated: {policy['verdict']}; {near['beyond_99']:.0%} of actions {far}"
             )
     return [*said, *(f"- {line}" for line in found["limits"])]
 

@@ -61,7 +61,7 @@ def run(
         )
     plan = read_plan(path, per_device)
     queue = Queue(out or Path("sweeps") / plan.name)
-    places = list(devices or _devices())
+    places = [_known(name) for name in devices or _devices()]
     workers = len(places) * plan.per_device
     cuda = places[0].startswith("cuda")
     before = finished_before(queue.folder, Path(path).parent / "results", cuda)
@@ -101,6 +101,12 @@ def outcome(queue: Queue, cells: Sequence[Cell]) -> Outcome:
         else:
             found.left.append(cell.name)
     return found
+
+
+def _known(device: str) -> str:
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"unknown device '{device}': use cpu, cuda, or cuda:0 and so on")
+    return device
 
 
 def _devices() -> list[str]:

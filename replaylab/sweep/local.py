@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from replaylab.errors import UsageError
 from replaylab.sweep.busy import physical
 from replaylab.sweep.estimate import Watch
@@ -48,8 +50,19 @@ def work(folder: str, began: float) -> None:
                     if mine and not queue.finished(cell) and not queue.failed_since(cell, began):
                         passes = 0
                         with _printing_to(queue.status / f"{cell.name}.log"):
-                            queue.work(cell)
+                            if queue.work(cell) == "failed" and not _usable():
+                                return  # the next process has a context of its own
             time.sleep(POLL)
+
+
+def _usable() -> bool:
+    """After some errors of a GPU everything that this process asks of it fails."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

@@ -85,6 +85,8 @@ def _arrow(name: str, column: Any, roles: dict[str, list[str]]) -> np.ndarray:
 def _csv(path: Path, options: Options) -> tuple[list[str], dict[str, np.ndarray], dict[str, list[str]]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         first = file.readline(1 << 20)
+        if not first:
+            raise DataError("the file is empty")
         delimiter = max(",;\t", key=first.count)
         names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
     roles = choose(names, options.columns)
@@ -105,6 +107,8 @@ def _csv_arrow(
         parse_options=arrow.ParseOptions(delimiter=delimiter),
         convert_options=arrow.ConvertOptions(include_columns=used, null_values=[""], strings_can_be_null=True),
     )
+    if not table.num_rows:
+        raise DataError("the table has no rows")
     return {name: _arrow(name, table.column(name), roles) for name in used}
 
 

@@ -35,5 +35,5 @@ def make(kind: str, dim: int, seed: int = 0, **settings: Any) -> Density:
         if name not in known:
             raise UsageError(f"{kind}: unknown setting '{name}'{nearest(name, known)}")
     with torch.random.fork_rng(devices=[]):  # nobody else's random numbers move
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # the CPU's alone
         return KINDS[kind](dim, **settings)

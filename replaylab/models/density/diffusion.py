@@ -21,6 +21,7 @@ from torch import Tensor
 
 from replaylab.models.density.base import Density, log_normal
 from replaylab.models.density.ode import TraceNet, travel
+from replaylab.models.solver import plan, solve
 
 SIGMA = (0.02, 20.0)  # of standardised data
 
@@ -54,3 +55,22 @@ class Diffusion(Density):
         latent, log_det = travel(motion, z, math.log(low), math.log(high), self.ode_steps)
         whole = math.sqrt(1 + high**2)
         return log_normal(latent / whole) - self.dim * math.log(whole) + log_det
+
+    def denoise(self, x: Tensor, sigma: float) -> Tensor:
+        """D, of standardised rows."""
+        whole = math.sqrt(1 + sigma**2)
+        known = min(max(sigma, SIGMA[0]), SIGMA[1])
+        output = self.net(x / whole, x.new_full((len(x), 1), math.log(known) / 4))
+        return x / whole**2 + sigma / whole * output
+
+    @torch.no_grad()
+    def sample(self, rows: int, seed: int = 0, evaluations: int = 51) -> Tensor:
+        """Rows like those of the data, by the package's one sampler, whose x = alpha clean + sigma noise is ours times
+        alpha."""
+        course = plan(evaluations)
+        noise = torch.randn(rows, self.dim, generator=torch.Generator().manual_seed(seed)).to(self.mean.device)
+
+        def guess(x: Tensor, i: int) -> Tensor:
+            return self.denoise(x / course.alphas[i], course.sigmas[i] / course.alphas[i])
+
+        return solve(guess, noise, course) * self.std + self.mean
