@@ -73,9 +73,9 @@ def read_runs(paths: Iterable[str | Path]) -> list[Run]:
         info = info if isinstance(info, dict) else {}
         metrics = [line for line in folder.lines("metrics.jsonl") if finite(_get(line, "step")) is not None]
         run = Run(folder.path, name if last.count(name) == 1 else str(folder.path), config, info, metrics, [])
-        if info.get("status") == "running" and folder.left():  # it could not say so itself
+        if info.get("status") == "running":  # what it will say at its end, or could not say
             times = [found for line in metrics if (found := finite(_get(line, "seconds"))) is not None]
-            run.info = info | {"status": "killed", "seconds": max(times, default=None)}
+            run.info = info | {"status": "killed" if folder.left() else "running", "seconds": max(times, default=None)}
         run.evaluations = _read_evaluations(folder.lines("eval.jsonl"), run)
         run.notes += _notes(run)
         runs.append(run)
@@ -171,7 +171,7 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
         "path": str(run.path),
         "system": run.config.get("system"),
         "data": data if isinstance(data, list) else [data] if data else [],
-        "steps": finite(run.info.get("planned")) or run.config.get("steps"),
+        "steps": run.info.get("planned") or run.config.get("steps"),
         "parameters": run.info.get("parameters"),
         "seconds": finite(run.info.get("seconds")),
         "status": run.info.get("status"),
