@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a process with more of them cannot fork
+
 import numpy as np
 import pytest
 

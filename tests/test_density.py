@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -390,6 +391,14 @@ def test_bad_input_is_one_clear_line(tmp_path):
         density.fit(make_episodes(), "kde", device="cpu")
     with pytest.raises(UsageError, match="real numbers"):
         density.fit(make_episodes([3] * 12, discrete=True), "kde", device="cpu")
+    still = make_episodes([3] * 12)
+    still = replace(
+        still, observations=still.observations * 0, final_observations=still.final_observations * 0, meta={"notes": []}
+    )
+    with pytest.raises(DataError, match="never change"):
+        density.fit(still, "kde", device="cpu")
+    with pytest.raises(UsageError, match="couplings must be at least 1"):
+        make("realnvp", 4, couplings=0)
     with pytest.raises(UsageError, match="inputs must be"):
         density.fit(walk(600), "kde", inputs="ss", device="cpu")
     with pytest.raises(UsageError, match="not a density folder"):

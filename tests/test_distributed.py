@@ -124,6 +124,7 @@ def assert_as_one(folder, steps):
 def test_by_the_command_line(folder):
     found = torchrun(*words(folder, 10))
     assert found.returncode == 0, found.stderr
+    assert found.stdout.count("report.html") == 1  # by the first process
     assert_as_one(folder, 10)
 
 

@@ -10,7 +10,7 @@ import torch
 import replaylab
 from replaylab import evaluate
 from replaylab.algos import Spaces
-from replaylab.errors import UsageError
+from replaylab.errors import DataError, UsageError
 from replaylab.evaluate import check_spaces, rollout
 from replaylab.run import RunFolder
 
@@ -96,6 +96,15 @@ def test_evaluating_a_run(tmp_path):
     assert records[0]["returns"] == records[1]["returns"] and len(records[0]["returns"]) == 5
     found = evaluate_module().summary(records)
     assert found["mean"] == pytest.approx(np.mean(records[0]["returns"])) and found["score"] == "return"
+    with pytest.raises(UsageError, match="seed must be at least 0"):
+        replaylab.evaluate(run, seed=-1, device="cpu")
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("hidden: [64", "hidden: [65"))
+    with pytest.raises(DataError, match=r"do not fit its config\.yaml"):
+        replaylab.evaluate(run, device="cpu")
+    config.write_text("")
+    with pytest.raises(DataError, match="names no system"):
+        replaylab.evaluate(run, device="cpu")
 
 
 def test_evaluation_leaves_the_random_numbers_of_training_alone(tmp_path):

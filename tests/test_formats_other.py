@@ -177,6 +177,12 @@ def test_bad_cells_are_named(tmp_path, csv_reader, cell, message):
         load(write_csv(tmp_path / "x.csv", CSV.replace("1.5", cell)), columns=TOLD)
 
 
+def test_csv_without_rows(tmp_path, csv_reader):
+    for text, told in (("", "the file is empty"), (CSV.splitlines()[0] + "\n", "the table has no rows")):
+        with pytest.raises(DataError, match=told):
+            load(write_csv(tmp_path / "x.csv", text), columns=TOLD)
+
+
 @pytest.mark.parametrize(
     "text", ["", "\n", "a,b\n", CSV[:40], CSV + "1,2\n", CSV.replace("x2", "x1"), "\0\0\0", "x\xff"]
 )

@@ -406,3 +406,18 @@ def test_report_survives_anything(tmp_path, findings):
     for film in (b"", b"<script>", b"GIF89a"):
         for _, body in sections(report_run(tmp_path, findings, film)):
             assert "<script" not in body and "<i>" not in body
+
+
+def test_a_policy_phase_ends_with_the_mean_of_its_weights():
+    agent, _ = make_agent()
+    for k in range(4):  # weights of 0, 1, 2, 3: means of 0, 2/3, 4/3, 2
+        for weight in agent.policy.parameters():
+            weight.data.fill_(k)
+        agent.policy_mean.follow(k)
+    agent._finished("policy")
+    assert all(torch.allclose(weight, torch.tensor(2.0)) for weight in agent.policy.parameters())
+    last, _ = make_agent(policy_average=0.0)
+    before = [weight.clone() for weight in last.policy.parameters()]
+    last.policy_mean.follow(0)
+    last._finished("policy")
+    assert all(map(torch.equal, before, last.policy.parameters()))

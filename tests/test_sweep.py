@@ -159,6 +159,8 @@ def test_several_processes_share_a_device(place, forked):
     process.terminate()
     process.wait(60)
     assert len(pids) == 2
+    with pytest.raises(UsageError, match="unknown device 'tpu'"):
+        run(path, devices=["tpu"], dry_run=True)
     with pytest.raises(UsageError, match="per_device must be a whole number"):
         run(path, per_device=0)
     with pytest.raises(UsageError, match="on Ray cells share a GPU with `gpus`"):

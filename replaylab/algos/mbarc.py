@@ -30,7 +30,7 @@ from replaylab.errors import DataError, UsageError, require
 from replaylab.models import reward
 from replaylab.models.dream import MOST_HELD, Dream, exciting_scene, film, hold_out, judge, real
 from replaylab.models.world import World, WorldShape, refresh, snapshot
-from replaylab.models.world_training import AVERAGED, RewardTrainer, WorldTrainer, memory
+from replaylab.models.world_training import AVERAGED, RewardTrainer, RunningMean, WorldTrainer, memory
 from replaylab.step import Graph
 from replaylab.tensors import under
 
@@ -109,6 +109,9 @@ class Config(ppo.Config):
     doubled: list[int] = knob([7, 11], "epochs with twice as many")
     tripled: list[int] = knob([14], "epochs with three times as many")
     ppo_lr: float = knob(2e-4, "Adam's learning rate of the policy", RATE)
+    policy_average: float = knob(
+        0.99, "decay of a mean of its weights, a round, which a phase ends with; 0: none", Within(0, 0.9999)
+    )
     ppo_minibatch: int = knob(320, "steps a gradient is taken from", COUNT)
     shrink: int = knob(1, "show every n-th pixel only, for tests; 1 or 2", Within(1, 2))
 
@@ -119,7 +122,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "games": 1, "world_steps": 15_000, "world_batch": 4, "world_lr": 0.0, "world_rollout": 50, "average": 0.0,
         "sampling_decay": 22_250, "agents": 16, "from_start": 1, "ppo_updates": 1000, "ppo_lr": 1e-4,
         "ppo_minibatch": 160, "eval_every": -1, "final_episodes": 100, "reward_head": "mbarc", "strict_budget": False,
-        "eval_temperature": 0.5,
+        "eval_temperature": 0.5, "policy_average": 0.0,
     },
     "small": {
         "epochs": 5, "random_steps": 3200, "collect_steps": 3200, "hidden": 32, "world_steps": 1000, "world_first": 2,
@@ -219,6 +222,7 @@ class Agent(nn.Module):
             self.register_buffer("trained", torch.zeros((), dtype=torch.int64))  # updates of the world model
             self.to(device)
             self.ppo = self._learner()
+            self.policy_mean = RunningMean(self.policy.parameters(), config.policy_average, every=1, closely=2)
             self.__dict__["copy"] = snapshot(self.world)  # for dreams; no part of what is saved
         self.world_trainer = WorldTrainer(
             self.world, online=config.strategy == "online", noise=config.input_noise, decay=config.sampling_decay,
@@ -390,6 +394,7 @@ class Agent(nn.Module):
 
     def play(self, k: int) -> dict[str, Tensor]:
         """A stretch of dream, written to PPO's storage."""
+        self.policy_mean.follow(k)
         with memory("the dreams", "agents", "hidden"):
             self.dream.reset()
             for _ in range(self.config.rollout):
@@ -419,8 +424,8 @@ class Agent(nn.Module):
     def _finished(self, phase: str) -> dict[str, Any]:
         """A phase's findings: one entry an epoch."""
         found: dict[str, Any] = {"seconds": round(time.monotonic() - self.clock, 3)}
-        if phase != "policy":
-            (self.world_trainer if phase == "world" else self.reward_trainer).mean.settle()
+        means = {"world": self.world_trainer.mean, "reward": self.reward_trainer.mean, "policy": self.policy_mean}
+        means[phase].settle()
         if phase != "policy" and len(rows := self._steps(held=True)):
             refresh(self.copy, self.world)
             found["held_out"] = {"episodes": self.held.tolist()} | judge(self.copy, self.replay, rows, self.dream.pay)
@@ -442,6 +447,7 @@ class Agent(nn.Module):
             "replay": self.replay.state(),
             "real": {name: torch.as_tensor(value) for name, value in self.recorder.state().items()},
             "walk": self.walk,
+            "policy": self.policy_mean.state(),
             "world": self.world_trainer.training_state(),
             "reward": self.reward_trainer.training_state(),
         }
@@ -456,6 +462,7 @@ class Agent(nn.Module):
         self.recorder.load_state({name: value.cpu().numpy() for name, value in under("real.", state).items()})
         for name, value in under("walk.", state).items():
             self.walk[name].copy_(value)
+        self.policy_mean.load_state(under("policy.", state))
         self.world_trainer.load_training_state(under("world.", state))
         self.reward_trainer.load_training_state(under("reward.", state))
         self.shown.copy_(state["shown"])

@@ -86,20 +86,22 @@ class RunningMean:
     """A mean of the weights along a phase, which the phase ends with. At a constant pace weights never come to rest,
     and what the last updates did to them would be the world of all dreams."""
 
-    def __init__(self, weights: Iterable[Tensor], decay: float):
-        self.weights, self.decay = list(weights), decay  # decay: for an update; 0: no mean
+    def __init__(self, weights: Iterable[Tensor], decay: float, every: int = AVERAGED, closely: int = 4):
+        self.weights, self.decay, self.every = list(weights), decay, every  # decay: for an update; 0: no mean
+        self.closely = closely  # the mean is one of the last 1/closely of a phase, while that is less than decay's
         self.means: list[Tensor] = []
 
     def _now(self) -> list[Tensor]:
         return [w.detach() for w in self.weights]  # asked anew: an optimiser may have moved them
 
     def follow(self, k: int) -> None:
-        """Before update k of a phase, a multiple of AVERAGED. At first it follows closely, so that it soon forgets
+        """Before update k of a phase, a multiple of `every`. At first it follows closely, so that it soon forgets
         where the weights came from."""
         if self.decay:
-            n = k // AVERAGED
+            n = k // self.every
             self.means = self.means if n else [w.clone() for w in self._now()]
-            torch._foreach_lerp_(self.means, self._now(), max(1 - self.decay**AVERAGED, 4 / (n + 4)))
+            pace = max(1 - self.decay**self.every, self.closely / (n + self.closely))
+            torch._foreach_lerp_(self.means, self._now(), pace)
 
     def settle(self) -> None:
         if self.means:
