@@ -131,4 +131,5 @@ def test_what_every_system_admits_includes_its_defaults_and_presets():
     for name in SYSTEMS:
         module = system(name)
         for preset in ({}, *module.PRESETS.values()):
-            resolve([Options, module.Config], [("preset", preset)])
+            options, config = resolve([Options, module.Config], [("preset", preset)])
+            assert all(getattr(options, k, getattr(config, k, None)) == v for k, v in preset.items()), (name, preset)
