@@ -90,6 +90,15 @@ def test_a_cut_run_with_an_estimate_of_the_return(cut, tmp_path, monkeypatch):
     cut_and_resumed(make_episodes(), tmp_path, monkeypatch, cut, settings)
 
 
+def test_rates_change_only_while_updates_are_left(tmp_path):
+    log, other = make_episodes(), {"value_lr": 1e-5}
+    run = replaylab.train("diffusion-dice", log, out=tmp_path / "r", **FRONT)
+    with pytest.raises(UsageError, match=r"value_lr was 0\.0003, now 1e-05"):
+        replaylab.train("diffusion-dice", log, out=run, resume=True, **FRONT | other)
+    replaylab.train("diffusion-dice", log, out=run, resume=True, **FRONT | other | {"critic_steps": 12})
+    assert RunFolder(run).config()["value_lr"] == 1e-5
+
+
 def test_stages_in_separate_runs(tmp_path):
     log = make_episodes()
     both = replaylab.train("diffusion-dice", log, out=tmp_path / "both", **FRONT | {"seeds": [0, 1]})

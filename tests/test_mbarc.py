@@ -416,6 +416,8 @@ def test_a_policy_phase_ends_with_the_mean_of_its_weights():
         agent.policy_mean.follow(k)
     agent._finished("policy")
     assert all(torch.allclose(weight, torch.tensor(2.0)) for weight in agent.policy.parameters())
+    agent.policy_mean.follow(7)  # goes on with a run that had no mean yet
+    assert len(agent.policy_mean.means) == len(list(agent.policy.parameters()))
     last, _ = make_agent(policy_average=0.0)
     before = [weight.clone() for weight in last.policy.parameters()]
     last.policy_mean.follow(0)

@@ -99,7 +99,8 @@ class RunningMean:
         where the weights came from."""
         if self.decay:
             n = k // self.every
-            self.means = self.means if n else [w.clone() for w in self._now()]
+            if n == 0 or not self.means:
+                self.means = [w.clone() for w in self._now()]
             pace = max(1 - self.decay**self.every, self.closely / (n + self.closely))
             torch._foreach_lerp_(self.means, self._now(), pace)
 
