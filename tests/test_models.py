@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replaylab.models.mlp import MLP, Linear, LongBatch, generators, products
+from replaylab.models.mlp import MLP, Linear, LongBatch, filled_up, generators, products
 
 
 def test_members_are_independent_and_equal_single_networks():
@@ -29,18 +29,26 @@ def test_a_member_is_the_network_torch_would_make():
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_long_batches_have_the_same_gradients(kind, biased):
+def test_ways_to_multiply_have_the_same_gradients(kind, biased):
     layer = Linear(generators([0, 1, 2]), 5, 4)
     x = torch.randn(3, 48, 5, requires_grad=True)
     target = torch.randn(3, 48, 4)
     found = []
     bias = layer.bias if biased else None
-    for function in (products, LongBatch.apply):
+    ways = [products, LongBatch.apply, lambda x, weight, bias: products(*filled_up(x, weight), bias)]
+    for function in ways:
         with torch.autocast("cpu", kind, enabled=kind != torch.float32):
             y = function(x, layer.weight, bias)
         of = [x, layer.weight, layer.bias] if biased else [x, layer.weight]
         found.append([y, *torch.autograd.grad((y.float() - target).square().sum(), of)])
     near = {"rtol": 1e-4, "atol": 1e-4} if kind == torch.float32 else {"rtol": 0.05, "atol": 0.3}
-    for a, b in zip(*found, strict=True):
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, **near)
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, **near)
+
+
+def test_odd_widths_are_filled_up_and_even_ones_left_alone():
+    x, weight = filled_up(torch.ones(2, 3, 14), torch.ones(2, 14, 5))
+    assert x.shape == (2, 3, 16) and weight.shape == (2, 16, 5) and x.sum() == 2 * 3 * 14
+    assert filled_up(x, weight)[0] is x

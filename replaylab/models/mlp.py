@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 LONG = 1024  # rows
-ALIGNED = 8  # 16-bit matrices of such widths go the fast way through tensor cores
+ALIGNED = 8  # matrices of such widths go the fast way through tensor cores
+MANY = 16_384  # rows of all members, from which on that is worth more than filling up a float32 matrix
 TILE, TILES = 128, 64  # a matrix product's unit of work; so many keep a GPU busy
 ACTIVATIONS = {"relu": torch.relu, "silu": nn.functional.silu, "gelu": nn.functional.gelu, "tanh": torch.tanh}
 
@@ -44,11 +45,21 @@ class Linear(nn.Module):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W + b of every member, the way that is fast for its shape."""
-    if x.is_cuda and len(x) > 1 and x.shape[1] >= LONG:
-        return LongBatch.apply(x, weight, bias)
+    if x.is_cuda and len(x) > 1:
+        long, half = x.shape[1] >= LONG, x.element_size() == 2 or torch.is_autocast_enabled(x.device.type)
+        # a compiler fills up where the matrix is made; else that is another pass over it
+        if (half and long) or (torch.compiler.is_compiling() and (half or x.shape[:2].numel() >= MANY)):
+            x, weight = filled_up(x, weight)
+        return LongBatch.apply(x, weight, bias) if long else products(x, weight, bias)
     if len(weight) == 1 and bias is not None:  # this product adds the bias itself
         return torch.addmm(bias.flatten(), x.squeeze(0), weight.squeeze(0))[None]
     return products(x, weight, bias)
+
+
+def filled_up(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Zeros beside the columns of x and below the rows of W, which change no product."""
+    lacking = -x.shape[2] % ALIGNED
+    return (pad(x, (0, lacking)), pad(weight, (0, 0, 0, lacking))) if lacking else (x, weight)
 
 
 def products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -62,16 +73,14 @@ def products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class LongBatch(torch.autograd.Function):
     """The same y = x W + b with another backward pass. The weights' gradient is a small matrix summed over the whole
     batch; a batched product gives each such matrix to a few multiprocessors and leaves the rest idle, so the batch is
-    cut into parts that are members of their own, and their sums are added. Odd widths are filled up with zeros."""
+    cut into parts that are members of their own, and their sums are added."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             kind = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(kind), weight.to(kind), bias if bias is None else bias.to(kind)
-        ctx.inputs, ctx.biased = x.shape[2], bias is not None
-        if x.element_size() == 2 and (lacking := -ctx.inputs % ALIGNED):
-            x, weight = pad(x, (0, lacking)), pad(weight, (0, 0, 0, lacking))
+        ctx.biased = bias is not None
         ctx.save_for_backward(x, weight)
         return products(x, weight, bias)
 
@@ -84,12 +93,12 @@ class LongBatch(torch.autograd.Function):
         while parts * tiles < TILES and batch % (2 * parts) == 0:
             parts *= 2
         cut = [y.reshape(members * parts, batch // parts, -1) for y in (x, gradient)]
-        for_weight = torch.bmm(cut[0].mT, cut[1]).unflatten(0, (members, parts)).sum(1)[:, : ctx.inputs]
+        for_weight = torch.bmm(cut[0].mT, cut[1]).unflatten(0, (members, parts)).sum(1)
         for_bias = None
         if ctx.biased:
             ones = gradient.new_ones(members * parts, 1, batch // parts)
             for_bias = torch.bmm(ones, cut[1]).unflatten(0, (members, parts)).sum(1)
-        for_x = torch.bmm(gradient, weight.mT)[..., : ctx.inputs] if ctx.needs_input_grad[0] else None
+        for_x = torch.bmm(gradient, weight.mT) if ctx.needs_input_grad[0] else None
         return for_x, for_weight, for_bias
 
 
