@@ -174,6 +174,7 @@ def _boolean(word: str) -> bool:
 
 # --- YAML
 
+_POWER_OF_TEN = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 takes 1e-3 for a word
 _OWN_LINE = re.compile(r"^([A-Za-z_]\w*): (.+)$")
 
 
@@ -215,4 +216,12 @@ def _parse_yaml(path: Path, text: str) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict) or not all(isinstance(k, str) for k in values):
         raise UsageError(f"{path} must hold `key: value` lines")
-    return values
+    return _numbers(values)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_numbers(entry) for entry in value]
+    return float(value) if isinstance(value, str) and _POWER_OF_TEN.fullmatch(value) else value

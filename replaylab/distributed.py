@@ -1,6 +1,6 @@
 """Data-parallel training of one large run under torchrun: the batch is shared out, gradients are averaged.
 
-    torchrun --nproc-per-node 2 -m replaylab.distributed dt --data atari-log --preset atari
+    torchrun --nproc-per-node 2 -m replaylab.distributed dt --data atari-log --preset atari --out runs/dt
 
 Every process draws the indices of the whole batch, which are a function of seed and step, and gathers its own part. The
 gradient of each parameter is averaged over the processes as soon as it is there, so clipping and optimisers see what

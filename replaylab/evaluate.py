@@ -98,6 +98,8 @@ def _play(
         batch = batch if batch.dtype == torch.uint8 else batch.float()
         actions, state = act(batch.reshape(members, -1, *batch.shape[1:]), state)
         chosen = actions.flatten(0, 1).cpu().numpy()
+        if not np.isfinite(chosen).all():
+            raise DataError("the policy answers with NaN or infinity")
         if box is not None:
             chosen = np.clip(chosen, env.single_action_space.low, env.single_action_space.high)
         observations, rewards, terminated, truncated, _ = env.step(chosen)
@@ -282,8 +284,8 @@ def evaluate(
     folder = RunFolder(run).require()
     where = pick_device(device)
     agent, spaces, seeds = load_agent(folder, where)
-    if seed < 0:
-        raise UsageError(f"seed must be at least 0, not {seed}")
+    if not 0 <= seed < 2**31:
+        raise UsageError(f"seed must be from 0 to {2**31 - 1}, not {seed}")
     module = system(folder.system())
     env_id = module.environment(env) if env and hasattr(module, "environment") else env or folder.config().get("env")
     if env_id is None:
@@ -292,7 +294,7 @@ def evaluate(
     if targets:
         _check_targets(agent, targets)
     if idle := [name for name in acting or {} if name in getattr(agent, "idle", ())]:
-        raise UsageError(f"{run} has no critic, so {idle[0]} changes nothing: leave it out")
+        raise UsageError(f"{idle[0]} changes nothing of what {run} does: leave it out")
     settings: dict[str, Any] = {} if seed == SEED else {"seed": seed}
     if noise is not None:
         settings["noise"] = {k: v for k, v in vars(noise).items() if v != getattr(type(noise), k, None)}

@@ -55,6 +55,10 @@ def aligned(values: Sequence[float], error: float) -> list[str]:
     return [f"{v:,.{max(decimals, 0)}f}" if decimals < 6 and abs(v) < 1e13 else number(v) for v in values]
 
 
+def plus_minus(mean: float, error: float | None) -> str:
+    return number(mean) if error is None else " ± ".join(aligned([mean, error], error))
+
+
 def plain(value: float, decimals: int) -> str:
     """Fixed decimals without trailing zeros, and never '-0'."""
     text = f"{value:.{decimals}f}"
@@ -65,6 +69,12 @@ def plain(value: float, decimals: int) -> str:
 def count(value: Any, noun: str) -> str:
     """'1 seed', '12,000 seeds'."""
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
+
+
+def span(values: Iterable[int], noun: str) -> str:
+    """'3 seeds', '3 to 5 seeds'."""
+    low, high = min(values := list(values)), max(values)
+    return count(low, noun) if low == high else f"{low:,} to {count(high, noun)}"
 
 
 def duration(seconds: Any) -> str:
@@ -133,6 +143,14 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]]) -> Html
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><header><h1>{escape(title)}</h1>"
         f"<p>{escape(subtitle)}</p><nav>{links}</nav></header><main>{body}</main></body></html>\n"
     )
+
+
+def check_suffix(path: str | Path, known: Sequence[str]) -> Path:
+    """A file is what its name says: the path, if it ends in one of these."""
+    path = Path(path)
+    if path.suffix.lower() not in known:
+        raise UsageError(f"cannot write {path}: its name must end in {' or '.join(known)}")
+    return path
 
 
 def write_page(path: str | Path, text: str) -> Path:

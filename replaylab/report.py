@@ -18,6 +18,7 @@ from replaylab.data.inspect import summary_html
 from replaylab.page import (
     Html,
     aligned,
+    check_suffix,
     count,
     details,
     duration,
@@ -26,11 +27,24 @@ from replaylab.page import (
     grid,
     number,
     page,
+    plus_minus,
+    span,
     table,
     warning_list,
     write_page,
 )
-from replaylab.results import Evaluations, Run, compare, finite, read_runs, rows_of, summarize_runs, text
+from replaylab.results import (
+    BROKEN,
+    Evaluations,
+    Run,
+    compare,
+    finite,
+    read_runs,
+    rows_of,
+    summarize_runs,
+    text,
+    why_unscored,
+)
 from replaylab.sections import sections_of
 
 __all__ = ["report", "summarize_runs"]
@@ -40,8 +54,9 @@ POINTS = 150  # of a training curve; longer ones are averaged in groups
 SHOWN = 6  # charts of a phase that are open from the start
 
 
-def report(run_paths: Iterable[str | Path], out: str | Path) -> Path:
-    """Write the page and return its path."""
+def report(run_paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
+    """Write the page, an .html file, and return its path."""
+    out = check_suffix(out, [".html"])
     runs = read_runs(run_paths)
     rows = [row for run in runs for row in rows_of(run)]
     styles = _styles(runs)
@@ -74,10 +89,8 @@ def _styles(runs: list[Run]) -> dict[str, int]:
 # --- sections
 
 
-def _plus_minus(score: dict[str, Any] | None) -> str:
-    if score is None or score["error"] is None:
-        return "–" if score is None else number(score["mean"])
-    return " ± ".join(aligned([score["mean"], score["error"]], score["error"]))
+def _score(score: dict[str, Any] | None) -> str:
+    return "–" if score is None else plus_minus(score["mean"], score["error"])
 
 
 def _iqm(score: dict[str, Any] | None) -> str:
@@ -91,9 +104,7 @@ def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str
     scored = [row for row in rows if row["return"]]
     parts = []
     if not scored:
-        given = any(row["env"] for row in rows)
-        why = "no evaluation has finished yet" if given else "no environment was given: nothing was evaluated"
-        parts.append(charts.nothing(why[0].upper() + why[1:] + "."))
+        parts.append(charts.nothing(why_unscored(row["env"] for row in rows)))
     elif len(scored) == 1:
         parts += [_hero(scored[0]), grid(curves)]
     else:
@@ -118,7 +129,7 @@ def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str
 def _hero(row: dict[str, Any]) -> Html:
     score, kind = row["normalized"] or row["return"], "normalised score" if row["normalized"] else "return"
     over = f"{count(row['seeds'], 'seed')}, {count(row['episodes'], 'episode')}"
-    mean, _, error = _plus_minus(score).partition(" ")
+    mean, _, error = _score(score).partition(" ")
     return Html(
         f'<p class="hero">{mean} <small>{error} {kind}</small></p>'
         f'<p class="note">{escape(row["env"])}, {over}, step {row["step"]:,}; interquartile mean {_iqm(score)}</p>'
@@ -150,12 +161,7 @@ def _score_charts(rows: list[dict[str, Any]], styles: dict[str, int]) -> list[Ht
 
 def _amount(rows: Sequence[dict[str, Any]]) -> str:
     seeds, episodes = ({row[key] for row in rows} for key in ("seeds", "episodes"))
-    return f"{_span(seeds, 'seed')} and {_span(episodes, 'episode')} a run"
-
-
-def _span(values: Iterable[int], noun: str) -> str:
-    low, high = min(values := set(values)), max(values)
-    return count(low, noun) if low == high else f"{low:,} to {count(high, noun)}"
+    return f"{span(seeds, 'seed')} and {span(episodes, 'episode')} a run"
 
 
 def _score_cells(row: dict[str, Any]) -> list[Any]:
@@ -168,9 +174,9 @@ def _score_cells(row: dict[str, Any]) -> list[Any]:
     known = status if status in ("finished", "failed", "interrupted") else ""
     return [
         Html(f"<b>{escape(row['run'])}</b><br><small>{escape(where)}</small>"),
-        Html(f"<b>{_plus_minus(score)}</b>{kind}"),
+        Html(f"<b>{_score(score)}</b>{kind}"),
         _iqm(score),
-        _plus_minus(row["return"]),
+        _score(row["return"]),
         "–" if row["seeds"] is None else row["seeds"],
         row["episodes"],
         row["system"] or "–",
@@ -196,7 +202,7 @@ def _curves(runs: list[Run], styles: dict[str, int]) -> list[Html]:
         counts = [len(line["returns"]) for _, g in here for by_seed in g.lines.values() for line in by_seed.values()]
         caption = (
             f"Mean over seeds and its 95% bootstrap interval (over episodes where a run has one seed); "
-            f"{_span([len(g.seeds) for _, g in here], 'seed')}, {_span(counts, 'episode')} a seed at each point."
+            f"{span([len(g.seeds) for _, g in here], 'seed')}, {span(counts, 'episode')} a seed at each point."
         )
         label = "normalised score" if key == "normalized" else "return"
         pictures.append(
@@ -249,7 +255,7 @@ def _metric_chart(metric: str, by_run: dict[str, dict[Any, dict[float, float]]],
     shown = np.concatenate([s.y for s in series])
     shown = shown[np.isfinite(shown)]
     log = bool(len(shown)) and shown.min() > 0 and shown.max() / 30 > shown.min()
-    caption = f"Mean over {_span(seeds, 'seed')}" + ("; band: lowest to highest seed" if max(seeds) > 1 else "")
+    caption = f"Mean over {span(seeds, 'seed')}" + ("; band: lowest to highest seed" if max(seeds) > 1 else "")
     caption += (f"; each point is the mean of up to {grouped} logged values" if grouped > 1 else "") + "."
     return charts.lines(metric, series, x_label="step", y_label="log scale" if log else "", caption=caption, log=log)
 
@@ -272,7 +278,7 @@ def _data_html(runs: list[Run]) -> Html:
         parts.append(Html(f"<h4>{escape(', '.join(labels))}{who}</h4>"))
         try:
             parts.append(summary_html(summary) if summary else charts.nothing("The run folder holds no data summary."))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a file may hold anything
+        except BROKEN:
             parts.append(charts.nothing("The data summary in run.json is not readable."))
     return Html("".join(parts))
 
@@ -302,9 +308,7 @@ def _machine_html(runs: list[Run]) -> Html:
     for run in runs:
         machine = run.info.get("machine")
         described = dict(machine) if isinstance(machine, dict) else {}
-        described |= {
-            k: run.info[k] for k in ("version", "started", "finished", "parameters", "command") if k in run.info
-        }
+        described |= {k: run.info[k] for k in ("started", "finished", "parameters", "command") if k in run.info}
         machines.append({**described, "time": duration(finite(run.info.get("seconds")))})
     shared, differing = compare(machines)
     parts = facts((key, text(value)) for key, value in shared.items())

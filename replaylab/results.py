@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from replaylab import stats
-from replaylab.errors import UsageError
+from replaylab.errors import ReplaylabError, UsageError
 from replaylab.page import count
 from replaylab.run import RunFolder
+
+BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # a file may hold anything
+UNREADABLE = "unreadable"  # the status of a run whose config.yaml or run.json cannot be read
 
 
 @dataclass
@@ -61,25 +64,38 @@ class Run:
         return max((int(line["step"]) for line in self.metrics), default=None)
 
 
-def read_runs(paths: Iterable[str | Path]) -> list[Run]:
-    folders = [folder for path in dict.fromkeys(map(Path, paths)) for folder in _folders(path)]
+def read_runs(paths: str | Path | Iterable[str | Path]) -> list[Run]:
+    """Each run once, by whatever paths it is named. One among others that cannot be read is kept, with a note."""
+    folders: dict[Path, RunFolder] = {}
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        for folder in _folders(Path(path)):
+            folders.setdefault(folder.path.resolve(), folder)
     if not folders:
         raise UsageError("no run folders given")
-    last = [folder.path.resolve().name for folder in folders]
+    last = [path.name for path in folders]
     runs = []
-    for folder, name in zip(folders, last, strict=True):
-        config = folder.config()
-        info = folder.info() if (folder.path / "run.json").exists() else {}
-        info = info if isinstance(info, dict) else {}
-        metrics = [line for line in folder.lines("metrics.jsonl") if finite(_get(line, "step")) is not None]
-        run = Run(folder.path, name if last.count(name) == 1 else str(folder.path), config, info, metrics, [])
-        if info.get("status") == "running":  # what it will say at its end, or could not say
-            times = [found for line in metrics if (found := finite(_get(line, "seconds"))) is not None]
-            run.info = info | {"status": "killed" if folder.left() else "running", "seconds": max(times, default=None)}
-        run.evaluations = _read_evaluations(folder.lines("eval.jsonl"), run)
-        run.notes += _notes(run)
-        runs.append(run)
+    for path, folder in folders.items():
+        name = path.name if last.count(path.name) == 1 else str(folder.path)
+        try:
+            runs.append(_read_run(folder, name))
+        except ReplaylabError as error:
+            if len(folders) == 1:
+                raise
+            runs.append(Run(folder.path, name, {}, {"status": UNREADABLE}, [], [], [str(error)]))
     return runs
+
+
+def _read_run(folder: RunFolder, name: str) -> Run:
+    config = folder.config()
+    info = dictionary(folder.info()) if (folder.path / "run.json").exists() else {}
+    metrics = [line for line in folder.lines("metrics.jsonl") if finite(dictionary(line).get("step")) is not None]
+    run = Run(folder.path, name, config, info, metrics, [])
+    if info.get("status") == "running":  # what it will say at its end, or could not say
+        times = [found for line in metrics if (found := finite(line.get("seconds"))) is not None]
+        run.info = info | {"status": "killed" if folder.left() else "running", "seconds": max(times, default=None)}
+    run.evaluations = _read_evaluations(folder.lines("eval.jsonl"), run)
+    run.notes += _notes(run)
+    return run
 
 
 def _folders(path: Path) -> list[RunFolder]:
@@ -88,8 +104,9 @@ def _folders(path: Path) -> list[RunFolder]:
     return [f for f in inside if f.exists()] if any(f.exists() for f in inside) else [RunFolder(path).require()]
 
 
-def _get(value: Any, key: str) -> Any:
-    return value.get(key) if isinstance(value, dict) else None
+def dictionary(value: Any) -> dict[str, Any]:
+    """A dictionary, or an empty one: files may hold anything."""
+    return value if isinstance(value, dict) else {}
 
 
 def finite(value: Any) -> float | None:
@@ -111,14 +128,15 @@ def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations
     found: dict[str, Evaluations] = {}
     empty = lost = 0
     for line in lines:
-        step, returns = finite(_get(line, "step")), _finites(_get(line, "returns"))
+        line = dictionary(line)
+        step, returns = finite(line.get("step")), _finites(line.get("returns"))
         if step is None:
             continue
         lost += len(line["returns"]) - len(returns) if isinstance(line.get("returns"), list) else 0
         if not returns:
             empty += 1
             continue
-        settings = line["settings"] if isinstance(line.get("settings"), dict) else {}
+        settings = dictionary(line.get("settings"))
         env, normalized = str(line.get("env")), _finites(line.get("normalized"))
         key = json.dumps([env, settings], sort_keys=True)
         group = found.setdefault(key, Evaluations(env, settings))
@@ -144,7 +162,9 @@ def _notes(run: Run) -> list[str]:
     notes = [text(note) for note in said] if isinstance(said, list) else []
     status = run.info.get("status")
     if status != "finished":
-        notes.append(f"not finished ({text(status or 'unknown')}): this is what there is so far")
+        error = run.info.get("error") if status == "failed" else None
+        why = f": {' '.join(text(error).split())}" if error else ""
+        notes.append(f"not finished ({text(status or 'unknown')}{why}): this is what there is so far")
     wanted = run.config.get("seeds")
     for group in run.evaluations:
         where = f"{group.env} {group.label}".strip()
@@ -198,6 +218,13 @@ def _scored(group: Evaluations) -> dict[str, Any]:
         "return": returns,
         "normalized": stats.summarize_scores(normalized) if all(normalized) else None,
     }
+
+
+def why_unscored(envs: Iterable[Any]) -> str:
+    """Of runs that were given these environments."""
+    if any(envs):
+        return "No evaluation has finished yet."
+    return "No environment was given: nothing was evaluated. `replaylab assess RUN` says what the log alone can tell."
 
 
 def text(value: Any) -> str:

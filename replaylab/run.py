@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,8 @@ class RunFolder:
         if not self.exists():
             others = [str(p.parent) for p in self.path.parent.glob("*/config.yaml")]
             hint = nearest(str(self.path), others) if others else ""
-            raise UsageError(f"{self.path} is not a run folder: it has no config.yaml{hint}")
+            what = "is not a run folder: it has no config.yaml" if self.path.exists() else "does not exist"
+            raise UsageError(f"{self.path} {what}{hint}")
         return self
 
     @contextlib.contextmanager
@@ -180,7 +182,7 @@ class RunFolder:
 
 def command_line() -> str:
     """The command that this process was started with, as a user would type it."""
-    return " ".join([Path(sys.argv[0]).name.replace("__main__.py", "replaylab"), *sys.argv[1:]])
+    return shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "replaylab"), *sys.argv[1:]])
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -8,33 +8,39 @@ from typing import Any
 
 from replaylab.errors import require
 
-Log = Callable[[int, dict[str, float]], None]
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = {"tensorboard": "tracking with TensorBoard", "wandb": "tracking with Weights & Biases"}
 
 
-def open_tracker(name: str, folder: Path, config: dict[str, Any]) -> Log:
-    if name == "tensorboard":
-        require("tensorboard", "tracking with TensorBoard")
-        from torch.utils.tensorboard import SummaryWriter
+class Trackers:
+    def __init__(self, names: Sequence[str]):
+        self.modules = {name: require(name, TRACKERS[name]) for name in names}
+        self.logs: list[Callable[[int, dict[str, float]], None]] = []
+        self.closes: list[Callable[[], None]] = []
 
-        writer = SummaryWriter(str(folder / "tensorboard"))
+    def open(self, folder: Path, config: dict[str, Any]) -> None:
+        if "tensorboard" in self.modules:
+            from torch.utils.tensorboard import SummaryWriter
 
-        def log(step: int, values: dict[str, float]) -> None:
-            for key, value in values.items():
-                writer.add_scalar(key, value, step)
-            writer.flush()
+            writer = SummaryWriter(str(folder / "tensorboard"))
 
-        return log
-    wandb = require("wandb", "tracking with Weights & Biases")
-    run = wandb.init(project="replaylab", name=folder.name, dir=str(folder), config=config)
-    return lambda step, values: run.log(values, step=step)
+            def log(step: int, values: dict[str, float]) -> None:
+                for key, value in values.items():
+                    writer.add_scalar(key, value, step)
+                writer.flush()
 
+            self.logs.append(log)
+            self.closes.append(writer.close)
+        if "wandb" in self.modules:
+            init = self.modules["wandb"].init
+            run = init(project="replaylab", name=folder.name, dir=str(folder), config=config)
+            self.logs.append(lambda step, values: run.log(values, step=step))
+            self.closes.append(run.finish)
 
-def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any]) -> Log:
-    logs = [open_tracker(name, folder, config) for name in names]
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for log in self.logs:
+            log(step, values)
 
-    def log(step: int, values: dict[str, float]) -> None:
-        for one in logs:
-            one(step, values)
-
-    return log
+    def close(self) -> None:
+        """A process that trains again, as a sweep's does, opens new ones."""
+        for close in self.closes:
+            close()

@@ -12,7 +12,7 @@ from typing import Any
 from replaylab.algos import Spaces, system
 from replaylab.config import read_yaml, resolve
 from replaylab.data.episodes import Episodes
-from replaylab.data.read import load
+from replaylab.data.read import as_paths, load
 from replaylab.errors import ReplaylabError, UsageError, nearest
 from replaylab.evaluate import check_spaces
 from replaylab.run import RunFolder
@@ -95,7 +95,7 @@ def _logs(system_name: str, data: Any, data_options: dict[str, Any] | None) -> t
         raise UsageError(f"{system_name} learns from logs: name them with --data")
     if isinstance(data, Episodes):
         return data, [str(data.meta.get("source") or "arrays")]
-    paths = [str(p) for p in ([data] if isinstance(data, (str, Path)) else data)]
+    paths = [str(path) for path in as_paths(data)]
     return load(paths, **(data_options or {})), paths
 
 

@@ -26,7 +26,7 @@ from replaylab.progress import Progress, duration
 from replaylab.run import RunFolder, command_line, machine
 from replaylab.step import Stepper
 from replaylab.tensors import under
-from replaylab.track import TRACKERS, open_trackers
+from replaylab.track import TRACKERS, Trackers
 
 WORTH = 20.0  # seconds of work at the end of a phase that are worth a checkpoint
 
@@ -47,7 +47,7 @@ class Options(Settings):
     final_episodes: int = knob(100, "episodes per seed in the evaluation at the end; 0: none", FROM_0)
     log_every: int = knob(0, "steps between metric lines; 0: two hundred a run", FROM_0)
     checkpoint_minutes: float = knob(2.0, "minutes between checkpoints", FROM_0)
-    track: list[str] = knob([], "send metrics there too", TRACKERS)
+    track: list[str] = knob([], "send metrics there too", tuple(TRACKERS))
 
 
 class Interrupted(ReplaylabError):
@@ -84,12 +84,13 @@ class Trainer:
         self.spent = 0.0  # seconds of earlier sittings
         self.loaded: dict[str, Tensor] = {}
         self.loaded_count = 0
-        self.stopped = False
+        self.stopped = self.judging = False
+        self.trackers = Trackers(options.track)
         self.began = self.saved = time.monotonic()
         if not resume:
             folder.clear()  # only now: what was refused so far costs no old run and leaves no new one
         self._restore()
-        self.track = open_trackers(options.track, folder.path, values)
+        self.trackers.open(folder.path, values)
         write_yaml(folder.path / "config.yaml", values)
         folder.write_info(
             command=command_line(),
@@ -107,6 +108,8 @@ class Trainer:
     def __enter__(self) -> Trainer:
         def stop(signum: int, frame: FrameType | None) -> None:
             self.stopped = True
+            if self.judging:  # all is trained and saved; else the loop stops at the next step
+                self._interrupt()
 
         try:
             self.handlers = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -117,10 +120,14 @@ class Trainer:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        self.trackers.close()
         status = "finished" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
         finished = datetime.now(UTC).isoformat(timespec="seconds")
+        why = None
+        if status == "failed":
+            why = f"{error}" if isinstance(error, ReplaylabError) else f"{kind.__name__}: {error}"
         with contextlib.suppress(OSError):  # a full disk has its own error
-            self.folder.write_info(status=status, finished=finished, seconds=round(self.seconds, 3))
+            self.folder.write_info(status=status, error=why, finished=finished, seconds=round(self.seconds, 3))
 
     @property
     def seconds(self) -> float:
@@ -137,14 +144,15 @@ class Trainer:
             if self.done < phase.steps and not self.ended:
                 stepper = Stepper(phase, self.device, self.options.compile)
                 self._train(phase, stepper)
-                if time.monotonic() - self.saved > WORTH:
+                if self.stopped or index == len(self.phases) - 1 or time.monotonic() - self.saved > WORTH:
                     self._save(stepper)  # a whole phase is worth keeping
+                if self.stopped:
+                    self._interrupt()
         episodes = self.options.final_episodes
         judged = [line for line in self.folder.lines("eval.jsonl") if line["step"] == self.step]
         if stepper is not None or not any(line["episodes"] >= episodes for line in judged):
+            self.judging = True
             self._evaluate(episodes)
-        if stepper is not None:  # otherwise all had been trained before
-            self._save(stepper)
 
     def _train(self, phase: Phase, stepper: Stepper) -> None:
         log_every = self.options.log_every or max(1, self.total // 200)
@@ -180,7 +188,7 @@ class Trainer:
             if self.stopped:
                 self._save(stepper)
                 bar.close()
-                raise Interrupted(f"stopped at step {self.step}; resume with the same command plus --resume")
+                self._interrupt()
             if eval_every > 0 and (before + self.done) % eval_every == 0:
                 self._evaluate(self.options.eval_episodes, bar)
             if time.monotonic() - self.saved > 60 * self.options.checkpoint_minutes:
@@ -193,6 +201,9 @@ class Trainer:
         bar.close()
         if eval_every > 0 and (before + self.done) % eval_every == 0 and self.phase < len(self.phases) - 1:
             self._evaluate(self.options.eval_episodes)
+
+    def _interrupt(self) -> None:
+        raise Interrupted(f"stopped at step {self.step}; resume with the same command plus --resume")
 
     def _evaluations(self, phase: Phase) -> tuple[int, int]:
         """Updates between evaluations (0: none), and the updates of earlier phases that had evaluations."""
@@ -233,7 +244,7 @@ class Trainer:
         self.folder.append("metrics.jsonl", lines)
         average = {name: sum(values) / len(values) for name, values in means.items()}
         bar.update(self.done, **dict(list(average.items())[:4]))
-        self.track(self.step, {f"{phase.name}/{name}": value for name, value in average.items()})
+        self.trackers.log(self.step, {f"{phase.name}/{name}": value for name, value in average.items()})
         self._check(stepper)
 
     def _check(self, stepper: Stepper) -> None:
@@ -247,7 +258,7 @@ class Trainer:
             name, ago = broken
             what = f"{name} became NaN or infinite at step {self.step - ago + 1}"
             kept = "the checkpoint before it is kept" if self.folder.checkpoints() else "no checkpoint was made before"
-            raise DataError(f"{what}: lower the learning rate; {kept}")
+            raise DataError(f"{what}: lower the learning rate, or see `replaylab data info`; {kept}")
 
     def _evaluate(self, episodes: int, bar: Progress | None = None) -> None:
         if self.options.env is None or episodes < 1:
@@ -257,7 +268,7 @@ class Trainer:
         self.agent.train()
         self.folder.append("eval.jsonl", [{"step": self.step, **record} for record in records])
         found = summary(records)
-        self.track(self.step, {"eval/return": found["return"], f"eval/{found['score']}": found["mean"]})
+        self.trackers.log(self.step, {"eval/return": found["return"], f"eval/{found['score']}": found["mean"]})
         error = "" if found["error"] is None else f" ± {found['error']:.1f}"
         (bar.say if bar else lambda text: print(text, file=sys.stderr))(
             f"step {self.step}: {found['env']} {found['score']} {found['mean']:.1f}{error} "
@@ -338,8 +349,7 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 def _set_precision(deterministic: bool, device: torch.device) -> None:
     if device.type != "cuda":
         return
+    torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    else:
-        torch.set_float32_matmul_precision("high")  # TF32
+    torch.set_float32_matmul_precision("highest" if deterministic else "high")  # TF32

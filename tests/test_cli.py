@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ from conftest import make_episodes
 import replaylab
 from replaylab.bench import bench
 from replaylab.cli import main
+from replaylab.cli.parser import Parser
 from replaylab.data.write import save
 from replaylab.offpolicy import Budget
+from replaylab.run import RunFolder
 
 
 @pytest.fixture
@@ -101,6 +104,20 @@ def test_a_missing_extra_names_the_install(tmp_path, capsys, log):
         capsys, "train", "bc", "--data", log, "--preset", "debug", "--track", "wandb", "--out", str(tmp_path / "r")
     )
     assert code == 1 and "pip install 'replaylab[track]'" in err
+
+
+def test_negative_powers_of_ten_are_numbers():
+    parser = Parser()
+    parser.add_argument("--target", type=float, nargs="+")
+    assert parser.parse_args(["--target", "-1e3", "-.5", "-2"]).target == [-1000.0, -0.5, -2.0]
+
+
+def test_a_command_can_be_typed_again(log, tmp_path, capsys, monkeypatch):
+    place = tmp_path / "my runs"
+    words = ["train", "bc", "--data", log, "--preset", "debug", "--steps", "2", "--out", str(place)]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/replaylab", *words])
+    assert run(capsys, *words)[0] == 0
+    assert shlex.split(RunFolder(place).info()["command"]) == ["replaylab", *words]
 
 
 def test_yaml_under_the_command_line(log, tmp_path, capsys):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,6 +45,14 @@ def test_log_probability_is_that_of_the_squashed_gaussian():
     expected = (expected - torch.log(sac.scale * (1 - torch.tanh(raw) ** 2))).sum(-1)
     torch.testing.assert_close(log_prob, expected, rtol=1e-3, atol=1e-4)
     assert (actions.abs() <= sac.scale).all()
+
+
+def test_an_action_that_is_always_the_same_does_no_harm():
+    spaces = replace(SPACES, action_low=[-1.0, 2.0], action_high=[1.0, 2.0])
+    sac = SAC(Config(hidden=[8]), spaces, [0], torch.device("cpu"))
+    actions, log_prob = sac.sample(torch.randn(1, 50, 3))
+    assert (actions[..., 1] == 2).all() and log_prob.isfinite().all() and log_prob.abs().max() < 20
+    assert sac.values(sac.critics, torch.randn(1, 50, 3), actions).isfinite().all()
 
 
 def test_one_update_is_the_textbook_gradient_step():

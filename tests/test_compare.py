@@ -16,7 +16,7 @@ from replaylab import scores
 from replaylab.cli import main
 from replaylab.compare import compare, export, gather, markdown, results_markdown, to_csv
 from replaylab.config import read_yaml, write_yaml
-from replaylab.errors import UsageError
+from replaylab.errors import ReplaylabError, UsageError
 from replaylab.published import PUBLISHED, canonical, dataset_name, published
 from replaylab.sweep.plan import Cell, Plan
 from replaylab.sweep.queue import Queue
@@ -146,7 +146,7 @@ def test_what_is_not_finished_is_marked_everywhere(sweep, tmp_path):
     told = "bcq on hopper-medium (step 200, new); mopo on hopper-medium (step 1,100, interrupted)"
     assert f"With scores of what is not finished: {told}." in text
     export(run, tmp_path / "results")
-    assert "**35 ± 10** (step 1,100, running)" in results_markdown(tmp_path / "results")
+    assert "**35 ± 10** (step 1,100, running)" in results_markdown(tmp_path / "results", tmp_path / "R.md")
 
 
 def test_curves_say_how_many_episodes_they_are_of(tmp_path):
@@ -249,13 +249,67 @@ def test_published_returns_of_games_are_normalised_like_ours(tmp_path):
     assert theirs["score"] == "normalised" and float(theirs["mean"]) == pytest.approx(100 * 1734.4 / 1067.5)
     assert "normalised here" in Page(re.sub(r'<a href="[^"#]+"', '<a href="#"', compare(run).read_text())).text
     export(run, tmp_path / "results")
-    assert "1 seed, normalised here | 162.5 |" in results_markdown(tmp_path / "results")
+    assert "1 seed, normalised here | 162.5 |" in results_markdown(tmp_path / "results", tmp_path / "R.md")
 
 
 def test_a_sweep_without_any_evaluation_has_a_page(tmp_path):
     make_run(tmp_path / "s" / "a", [], status="running")
     text = Page(re.sub(r'<a href="[^"#]+"', '<a href="#"', compare(tmp_path / "s").read_text())).text
     assert "No evaluation has finished yet" in text and "not finished (running)" in text
+
+
+def test_a_sweep_without_a_simulator_says_so(tmp_path):
+    run = make_run(tmp_path / "s" / "bc-mine", [], env=None, data="mine.npz")
+    (run / "metrics.jsonl").write_text('{"step": 200, "seed": 0}\n')
+    found = gather(tmp_path / "s")
+    text = markdown(found)
+    assert text.splitlines()[:3] == ["| | mine |", "|---|---|", "| bc | finished |"]
+    assert "No environment was given" in text and "replaylab assess" in text and "Best checkpoint" not in text
+    (row,) = csv.DictReader(io.StringIO(to_csv(found)))
+    assert [row[k] for k in ("status", "step", "seeds", "hours")] == ["finished", "200", "2", "0.1"]
+    page = Page(compare(tmp_path / "s", tmp_path / "c.html", reports=False).read_text())
+    assert "replaylab assess" in page.text and "1 system, 1 task, 1 run " in page.text
+
+
+def test_a_dataset_has_a_column_for_each_environment_it_was_played_in(sweep):
+    run = sweep / "bc-hopper-medium"
+    line = json.loads((run / "eval.jsonl").read_text().splitlines()[0]) | {"env": "Hopper-v5", "normalized": None}
+    with open(run / "eval.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    found = gather(sweep)
+    assert found.tasks == ["hopper-expert", "hopper-medium in d4rl/hopper", "hopper-medium in Hopper-v5"]
+    assert found.at("dt, highest target", "hopper-medium in d4rl/hopper") is not None
+    shutil.rmtree(sweep / "dt-hopper-medium")
+    assert gather(sweep).instead("dt", "hopper-medium in d4rl/hopper") == "new"
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.yaml"])
+def test_a_damaged_cell_does_not_hide_the_others(sweep, tmp_path, name):
+    (sweep / "bc-hopper-medium" / name).write_text('{"status": [')
+    page = compare(sweep, tmp_path / "c.html")
+    found = gather(sweep)
+    assert found.instead("bc", "hopper-medium") == "unreadable" and name in found.unfinished["bc-hopper-medium"]
+    assert "| bc | 105.0 ± 5.0 | unreadable |" in markdown(found)
+    assert page.read_text().count(f"{name} is not") == 1  # told once
+    with pytest.raises(ReplaylabError, match=name):
+        export(sweep, tmp_path / "results")
+
+
+def test_the_format_is_that_of_the_suffix(sweep, tmp_path, capsys):
+    one, two = str(sweep / "bc-hopper-medium"), str(sweep / "dt-hopper-medium")
+    for runs in ([one], [one, two], [str(sweep)]):
+        for suffix, begin in ((".md", "| | "), (".csv", "row,system"), (".html", "<!doctype html>")):
+            out = tmp_path / "out" / f"r{suffix}"
+            assert main(["report", *runs, "--out", str(out)]) == 0
+            assert out.read_text().startswith(begin)
+            if suffix != ".html":
+                assert [p.name for p in out.parent.iterdir()] == [out.name]
+            shutil.rmtree(out.parent)
+        assert main(["report", *runs, "--out", str(tmp_path / "r.pdf")]) == 2
+        assert "r.pdf: its name must end in .html" in capsys.readouterr().err
+    export(one, tmp_path / "results")
+    assert main(["report", str(tmp_path / "results"), "--out", str(tmp_path / "r.html")]) == 2
+    assert "r.html: its name must end in .md" in capsys.readouterr().err
 
 
 # --- published numbers
@@ -304,8 +358,10 @@ def test_evidence_is_small_and_the_text_is_made_from_it(sweep, tmp_path):
     }  # fmt: skip
     assert result["settings"] == {"steps": 200} and result["date"] == "2026-01-03" and result["seconds"] == 360
     debug = make_run(tmp_path / "debug", [(500, 0, [1])], preset="debug", steps=500, hidden=[64, 64], lr=0.5)
-    assert export(debug)["settings"] == {"lr": 0.5}  # neither defaults nor the preset's
-    text = results_markdown(folder)
+    (path,) = export(debug, tmp_path / "debug.json")
+    assert path == tmp_path / "debug.json"
+    assert json.loads(path.read_text())["settings"] == {"lr": 0.5}  # neither defaults nor the preset's
+    text = results_markdown(folder, tmp_path / "R.md")
     assert (
         "| bc | `steps 200` | **60 ± 10** | 85.0 ± 5.0 | 60.0 [50.0, 70.0] | 2 x 2 | 6 min 00 s | NVIDIA H200 |" in text
     )
@@ -314,7 +370,42 @@ def test_evidence_is_small_and_the_text_is_made_from_it(sweep, tmp_path):
     assert "| `sac-update` | sac update | 0.25 ms | 12.9 ms (GORMPO) |" in text
     assert "| `sac-update` | eight seeds | 0.5 ms |  |" in text  # the original was timed with one
     with pytest.raises(UsageError, match="no result files"):
-        results_markdown(tmp_path)
+        results_markdown(tmp_path / "sweeps", tmp_path / "R.md")
+
+
+def test_the_evidence_names_its_own_folder_and_only_files_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    export(make_run(Path("a"), [(200, 0, [10])]), "mine/kept")
+    text = results_markdown("mine/kept", "R.md")
+    assert "`replaylab report mine/kept --out R.md` from the files in `mine/kept/`" in text
+    assert "[a.json](mine/kept/a.json)" in text and "NOTES.md" not in text
+    Path("NOTES.md").write_text("")
+    assert "[NOTES.md](NOTES.md)" in results_markdown("mine/kept", "R.md")
+
+
+def test_evidence_of_a_run_without_a_simulator_has_a_row(tmp_path):
+    run = make_run(tmp_path / "a", [], env=None)
+    info = json.loads((run / "run.json").read_text()) | {"command": "-"}  # started by `python -`
+    (run / "run.json").write_text(json.dumps(info))
+    export(run, tmp_path / "results")
+    text = results_markdown(tmp_path / "results", tmp_path / "R.md")
+    assert "| bc | `steps 200` | not evaluated |  |  |  | 6 min 00 s | NVIDIA H200 | [a.json]" in text
+    assert "```" not in text
+
+
+def test_a_sweep_is_exported_run_by_run(sweep, tmp_path, capsys):
+    folder = tmp_path / "results"
+    assert main(["report", str(sweep), "--export", str(folder)]) == 0
+    names = ["bc-hopper-expert.json", "bc-hopper-medium.json", "dt-hopper-medium.json"]
+    assert capsys.readouterr().out.splitlines() == [f"wrote {folder / name}" for name in names]
+    assert sorted(p.name for p in folder.iterdir()) == names
+    assert main(["report", str(sweep / "bc-hopper-medium"), "--export", str(tmp_path / "one.json")]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'one.json'}\n" and (tmp_path / "one.json").is_file()
+    with pytest.raises(UsageError, match="one file for 3 runs"):
+        export(sweep, tmp_path / "one.json")
+    make_run(tmp_path / "again" / "bc-hopper-medium", [])
+    with pytest.raises(UsageError, match=r"two of the runs would be .*bc-hopper-medium\.json"):
+        export([sweep, tmp_path / "again"], folder)
 
 
 def test_from_runs_to_the_evidence_by_the_command_line(sweep, tmp_path, capsys):
@@ -322,13 +413,14 @@ def test_from_runs_to_the_evidence_by_the_command_line(sweep, tmp_path, capsys):
     folder.mkdir()
     assert main(["report", str(sweep / "bc-hopper-medium"), "--export", str(folder)]) == 0
     assert main(["report", str(folder), "--out", str(tmp_path / "RESULTS.md")]) == 0
-    assert (tmp_path / "RESULTS.md").read_text() == results_markdown(folder)
+    assert (tmp_path / "RESULTS.md").read_text() == results_markdown(folder, tmp_path / "RESULTS.md")
     assert capsys.readouterr().out.count("wrote") == 2
 
 
-def test_the_committed_results_are_made_from_the_committed_files():
-    benchmarks = Path(__file__).parent.parent / "benchmarks"
-    assert (benchmarks / "RESULTS.md").read_text() == results_markdown(benchmarks / "results")
+def test_the_committed_results_are_made_from_the_committed_files(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    text = results_markdown("benchmarks/results", "benchmarks/RESULTS.md")
+    assert Path("benchmarks/RESULTS.md").read_text() == text
 
 
 def test_the_same_seed_twice_is_told(tmp_path):
@@ -337,8 +429,3 @@ def test_the_same_seed_twice_is_told(tmp_path):
     found = gather(tmp_path / "s")
     assert len(found.entries) == 1
     assert any("seed 0 is in" in note and str(tmp_path / "s" / "a") in note for run in found.runs for note in run.notes)
-
-
-def test_a_page_is_not_named_like_its_tables(sweep):
-    with pytest.raises(UsageError, match=r"name the page, table\.html"):
-        compare(sweep, sweep / "table.csv")

@@ -67,7 +67,7 @@ def test_yaml_round_trip_without_a_yaml_library(tmp_path, monkeypatch):
 
 def test_ordinary_yaml_is_read(tmp_path):
     (tmp_path / "c.yaml").write_text("# comment\nlr: 1e-3\nhidden:\n  - 64\n  - 64\n")
-    assert read_yaml(tmp_path / "c.yaml")["hidden"] == [64, 64]
+    assert read_yaml(tmp_path / "c.yaml") == {"lr": 0.001, "hidden": [64, 64]}
     (tmp_path / "bad.yaml").write_text("a: [1\nb")
     with pytest.raises(UsageError, match="not valid YAML"):
         read_yaml(tmp_path / "bad.yaml")

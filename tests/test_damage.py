@@ -132,9 +132,9 @@ def test_pca_quadrant_keeps_one_in_a_hundred_and_repeats():
     assert not np.array_equal(part.extras["row"], other.extras["row"])
 
 
-def test_a_recipe_that_removes_nothing_says_so():
-    with pytest.warns(UserWarning, match="removed nothing: 0 of 8 rows"):
-        part = sparsify(line(), "pca-quadrant", threshold=-100.0)
+def test_a_recipe_that_removes_nothing_says_so(capsys):
+    part = sparsify(line(), "pca-quadrant", threshold=-100.0)
+    assert capsys.readouterr().err == "note: pca-quadrant removed nothing: 0 of 8 rows lie in its region\n"
     assert part.meta["notes"] == ["old", "pca-quadrant removed nothing: 0 of 8 rows lie in its region"]
 
 
@@ -161,8 +161,14 @@ def test_quantiles_of_the_box_are_those_of_the_data():
     part = sparsify(full, "reward-action-box", drop=1.0, reward=(0.5, 1.0), action_norm=(0.0, 1.0))
     assert part.extras["row"].tolist() == [0, 1, 2, 3]  # the median reward is 3.5
     assert part.meta["damage"][0]["params"]["reward_box"] == [3.5, 7.0]
-    with pytest.warns(UserWarning, match="removed nothing"):  # large rewards go with small actions here
-        sparsify(full, "reward-action-box")
+    assert len(sparsify(full, "reward-action-box")) == 8  # large rewards go with small actions here
+
+
+def test_a_seed_counts_from_zero():
+    with pytest.raises(UsageError, match="seed must be at least 0, not -1"):
+        sparsify(line(), "pca-quadrant", threshold=0.0, seed=-1)
+    with pytest.raises(UsageError, match="seed must be at least 0, not -1"):
+        corrupt(line(), 1.0, seed=-1, episodes_count=1)
 
 
 def test_damages_add_up_in_meta():

@@ -13,6 +13,7 @@ from conftest import make_episodes
 from pages import check_page
 
 from replaylab import density, from_rows
+from replaylab.algos import Spaces, gormpo
 from replaylab.cli import main
 from replaylab.data.damage import corrupt
 from replaylab.errors import DataError, UsageError
@@ -345,7 +346,8 @@ def test_folder_round_trip_and_scores(kind, tmp_path):
     episodes = walk()
     out = tmp_path / "model"
     settings = SMALL[kind] | ({"hidden": [32, 32]} if "hidden" in SMALL[kind] else {})  # JSON has lists
-    model = density.fit(episodes, kind, out, steps=100, device="cpu", distances=[0.05, 2.0], **settings)
+    settings |= {"steps": 100} if KINDS[kind].needs_steps else {}
+    model = density.fit(episodes, kind, out, device="cpu", distances=[0.05, 2.0], **settings)
     assert [p.name for p in sorted(out.iterdir())] == ["density.json", "report.html", "weights.safetensors"]
     assert model.report["tests"][1]["auroc"] > 0.9
     again = density.load(out, "cpu")
@@ -367,8 +369,19 @@ def test_bad_input_is_one_clear_line(tmp_path):
     density.fit(walk(600), "kde", out, device="cpu")
     with pytest.raises(DataError, match="fitted on 3 observation and 1 action columns, the data has 4 and 2"):
         density.score(out, make_episodes([3] * 12), device="cpu")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="exists already: choose another --out, or pass --overwrite"):
         density.fit(walk(600), "kde", out, device="cpu")
+    with pytest.raises(UsageError, match="exists already and is no density folder"):
+        density.fit(walk(600), "kde", tmp_path, device="cpu", overwrite=True)
+    for option in ("steps", "batch_size", "lr"):
+        with pytest.raises(UsageError, match=f"kde is not trained in steps: leave out --{option.replace('_', '-')}"):
+            density.fit(walk(600), "kde", device="cpu", **{option: 5})
+    with pytest.raises(UsageError, match="seed must be at least 0, not -1"):
+        density.fit(walk(600), "kde", seed=-1)
+    huge = walk(600)
+    huge.observations[7, 0] = 1e300
+    with pytest.raises(DataError, match=r"observations reach 1e\+300, which float32 cannot hold"):
+        density.score(out, huge, device="cpu")
     density.fit(walk(600), "kde", out, device="cpu", overwrite=True)
     with pytest.raises(UsageError, match="did you mean 'realnvp'"):
         density.fit(walk(600), "realnpv")
@@ -411,11 +424,32 @@ def test_bad_input_is_one_clear_line(tmp_path):
         density.load(out)
 
 
-def test_a_model_that_cannot_tell_warns():
+def wide():
+    """Rows so far apart that a small shift is lost among them."""
     rng = np.random.default_rng(0)
-    wide = from_rows(rng.normal(0, 50, (1000, 3)), rng.normal(0, 50, (1000, 1)), np.zeros(1000), max_episode_steps=20)
-    with pytest.warns(UserWarning, match="hardly tells"):
-        density.fit(wide, "kde", device="cpu", distances=[0.0])
+    return from_rows(rng.normal(0, 50, (1000, 3)), rng.normal(0, 50, (1000, 1)), np.ones(1000), max_episode_steps=20)
+
+
+def test_a_model_that_cannot_tell_says_so(tmp_path, capsys):
+    model = density.fit(wide(), "kde", tmp_path / "D", device="cpu", distances=[1.0, 0.0])
+    missing, doubt = model.report["notes"]
+    assert missing == "density: 50 of 1,000 rows left out, as the log does not tell what followed them"
+    assert "this kde hardly tells" in doubt and "at distance 1)" in doubt  # at the furthest one
+    assert capsys.readouterr().err == f"note: {missing}\nnote: {doubt}\n"
+    assert doubt in check_page(tmp_path / "D" / "report.html").text
+    told = density.fit(wide(), "kde", inputs="sa", device="cpu", distances=[300.0, 0.0])
+    assert told.report["notes"] == []
+
+
+def test_a_run_of_gormpo_says_that_its_density_cannot_tell(monkeypatch):
+    monkeypatch.setattr(density, "default_distances", lambda episodes: [0.0])
+    log = wide()
+    config = gormpo.Config(density="kde", hidden=[8], dynamics_hidden=[8], rollout_batch=10, rollout_every=5)
+    agent = gormpo.Agent(config, Spaces.of(log), [0], torch.device("cpu"))
+    agent.phases(log)
+    agent.density.begin()
+    agent._about_density()
+    assert "this kde hardly tells shifted rows" in agent.notes[-1]
 
 
 def test_command_line(tmp_path, capsys):

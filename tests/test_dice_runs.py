@@ -106,7 +106,7 @@ def test_stages_in_separate_runs(tmp_path):
         "diffusion-dice", log, out=tmp_path / "b", **FRONT | {"stage": "behavior", "seeds": [1, 0]}
     )
     assert RunFolder(behavior).lines("eval.jsonl")
-    with pytest.raises(UsageError, match="has no critic, so candidates changes nothing"):
+    with pytest.raises(UsageError, match="candidates changes nothing"):
         replaylab.evaluate(behavior, episodes=1, acting={"candidates": [4]}, device="cpu")
     assert replaylab.evaluate(behavior, episodes=1, acting={"solver_steps": [4]}, device="cpu")
     settings = FRONT | {"stage": "critic", "behavior": str(behavior), "seeds": [0, 1]}
@@ -214,7 +214,7 @@ def test_a_sweep_without_training(tmp_path, capsys):
         ({"hidden": [0]}, "hidden must be at least 1"),
         ({"stage": "critic"}, "belong together"),
         ({"behavior": "x"}, "belong together"),
-        ({"stage": "critic", "behavior": "/nowhere"}, "not a run folder"),
+        ({"stage": "critic", "behavior": "/nowhere"}, "/nowhere does not exist"),
     ],
 )
 def test_what_does_not_fit_is_said(settings, message, tmp_path):

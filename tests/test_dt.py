@@ -114,6 +114,13 @@ def test_the_rate_reaches_the_optimiser():
     assert all(name.endswith("weight") and "norm" not in name and "timestep" not in name for name in named)
 
 
+def test_a_share_of_windows_begins_where_episodes_do():
+    log = make_episodes(lengths=(5, 3, 8))
+    usual, drawn = (make_agent(log, (0, 1), batch_size=10, starts=share)[1].sampler.draw(7, 50) for share in (0, 0.3))
+    assert set(drawn[..., :3].flat) == {0, 5, 8} and np.array_equal(drawn[..., 3:], usual[..., 3:])
+    assert not np.array_equal(drawn[:, 0, :3], drawn[:, 1, :3])
+
+
 def test_top_fraction_keeps_the_statistics_of_all():
     log = make_episodes(lengths=(6, 6))
     agent, phase = make_agent(log, top_fraction=0.5)
@@ -316,6 +323,9 @@ def test_a_part_of_a_log(pixels, capsys):
 def test_what_does_not_fit_is_said(pixels):
     with pytest.raises(UsageError, match="multiple of heads"):
         make_agent(make_episodes(), heads=3)
+    with pytest.raises(UsageError, match="betas takes two numbers, not 1"):
+        make_agent(make_episodes(), betas=[0.9])
+    assert make_agent(make_episodes())[0].idle == ("temperature", "top_k")
     with pytest.raises(UsageError, match="not frames"):
         make_agent(pixels, ahead=1.0)
     pixels.meta.pop("frame_stack")

@@ -81,7 +81,7 @@ def test_a_gap_in_next_observations_is_a_boundary():
     after[3] = 50
     e = simple(terminated=None, truncated=None, next_observations=after)
     assert e.offsets.tolist() == [0, 4, 6] and e.truncated[3] and e.final_observations[0, 0] == 50
-    assert any("1 rows are not followed" in note for note in e.meta["notes"])
+    assert any("not followed by their next_observation, and so end an episode: 1;" in note for note in e.meta["notes"])
 
 
 def test_max_episode_steps_counts_from_each_known_end():
@@ -105,6 +105,8 @@ def test_a_change_of_id_ends_an_episode():
     e = simple(terminated=flags(6, 1), truncated=None, episode=np.array(["a", "a", "b", "b", "b", "a"]))
     assert e.offsets.tolist() == [0, 2, 5, 6]
     assert e.terminated.nonzero()[0].tolist() == [1] and e.truncated.nonzero()[0].tolist() == [4, 5]
+    assert any("come back after other ids (1 x)" in note and "sorted by episode" in note for note in e.meta["notes"])
+    assert not any("come back" in note for note in simple(episode=np.array([7, 7, 7, 1, 1, 1])).meta["notes"])
     with pytest.raises(DataError, match="episode holds NaN in row 2"):
         simple(episode=np.array([0, np.nan, 0, 0, 0, 0]))
 
@@ -186,6 +188,22 @@ def test_split_cuts_further_and_keeps_what_is_known():
     assert e.final_observations[:, 0].tolist() == [2, 2, 5, 5]  # a new end is followed by the next row
     assert e.final_known.tolist() == [True, False, True, False]
     assert e.terminated.nonzero()[0].tolist() == [2] and simple().split() is not None
+
+
+def test_select_takes_numbers_or_a_mask():
+    e = simple(9, terminated=flags(9, 2, 5))
+    assert e.select([2, 0]).observations[:, 0].tolist() == [6, 7, 8, 0, 1, 2]
+    assert e.select(np.array([True, False, True])).observations[:, 0].tolist() == [0, 1, 2, 6, 7, 8]
+    assert e.select(e.lengths > 2).num_episodes == 3
+    for mask, message in ((e.terminated, "shape .9,. cannot select from 3 episodes"), ([False] * 3, "no episodes")):
+        with pytest.raises(DataError, match=message):
+            e.select(mask)
+
+
+def test_which_rows_have_a_known_successor_and_which_a_known_backup():
+    e = simple()  # row 2 is terminated, row 5 truncated, and what followed is known of neither
+    assert e.next_known.tolist() == [True, True, False, True, True, False]
+    assert e.backup_known.tolist() == [True] * 5 + [False]
 
 
 def test_concatenate_shifts_offsets_and_keeps_shared_extras():

@@ -71,6 +71,11 @@ def test_members_get_their_own_observations():
     assert rollout(follow, 3, "Countdown-v0", 4)[0].shape == (3, 4)
 
 
+def test_a_policy_that_answers_with_nan_is_one_line():
+    with pytest.raises(DataError, match="answers with NaN"):
+        rollout(lambda seen, state: (torch.full((1, 2, 1), torch.nan), state), 1, "Countdown-v0", 2)
+
+
 def test_side_by_side_equals_one_after_another():
     """Ten hopper episodes in one batch are the same ten episodes played alone."""
 
@@ -96,7 +101,7 @@ def test_evaluating_a_run(tmp_path):
     assert records[0]["returns"] == records[1]["returns"] and len(records[0]["returns"]) == 5
     found = evaluate_module().summary(records)
     assert found["mean"] == pytest.approx(np.mean(records[0]["returns"])) and found["score"] == "return"
-    with pytest.raises(UsageError, match="seed must be at least 0"):
+    with pytest.raises(UsageError, match="seed must be from 0"):
         replaylab.evaluate(run, seed=-1, device="cpu")
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("hidden: [64", "hidden: [65"))

@@ -1,4 +1,4 @@
-"""Pickled trajectories and tables."""
+"""Pickled trajectories and tables; columns and paths that cannot be read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import pickle
 import struct
 from collections import OrderedDict
 
+import h5py
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from logs import Evil, assert_same, columns, notes, paths, without, write_csv, write_pickle
+from logs import Evil, assert_same, columns, notes, paths, without, write_csv, write_h5, write_npz, write_pickle
 
 from replaylab.data import load
 from replaylab.data.formats import table, trajectories
-from replaylab.errors import DataError, MissingExtra
+from replaylab.errors import DataError, MissingExtra, UsageError
 
 # --- pickles
 
@@ -192,6 +193,11 @@ def test_broken_csv(tmp_path, csv_reader, text):
         load(tmp_path / "x.csv", columns=TOLD)
 
 
+def test_a_name_that_two_columns_have_is_told(tmp_path, csv_reader):
+    with pytest.raises(DataError, match="2 columns are named 'x1'"):
+        load(write_csv(tmp_path / "x.csv", CSV.replace("x2", "x1")), columns=TOLD | {"observations": ["x1"]})
+
+
 def test_both_csv_readers_agree_on_a_million_cells(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     rows = np.column_stack([np.repeat(np.arange(100), 1000), rng.normal(size=(100_000, 9))])
@@ -225,3 +231,41 @@ def test_parquet_with_lists(tmp_path):
     pyarrow.parquet.write_table(pa.table(data), tmp_path / "x.parquet")
     with pytest.raises(DataError, match="lists of different lengths"):
         load(tmp_path / "x.parquet")
+
+
+# --- what is refused, and whose note it is
+
+
+def test_the_notes_of_joined_files_name_their_file(tmp_path):
+    one = write_npz(tmp_path / "one.npz", without(columns(), "next_observations"))
+    joined = load([one, write_npz(tmp_path / "two.npz", columns())])
+    assert joined.meta["notes"] == [f"{one}: the final observation of 2 of 2 episodes is not in the file"]
+
+
+def test_what_is_no_path_is_refused():
+    for data in (np.zeros((3, 2)), 3, [np.zeros(2)]):
+        with pytest.raises(UsageError, match=r"a path or a list of paths, not .*from_rows"):
+            load(data)
+    with pytest.raises(DataError, match="no files"):
+        load([])
+
+
+def test_columns_that_are_there_but_not_read_are_named(tmp_path):
+    path = write_h5(tmp_path / "x.h5", columns() | {"observations": np.array([b"a"] * 6), "name": np.array([b"b"] * 6)})
+    for options in ({}, {"columns": {"observations": "observations"}}):
+        with pytest.raises(DataError, match="observations: 'observations' holds text; only arrays of numbers"):
+            load(path, **options)
+    with h5py.File(path, "a") as file:
+        del file["observations"]
+        file["obs"] = columns()["observations"]
+        file["state"] = np.array([np.zeros(n) for n in range(6)], h5py.vlen_dtype(float))
+    assert "name holds text and is left out | state holds lists of varying length and is left out" in notes(load(path))
+
+
+def test_numbers_that_float32_cannot_hold_are_refused(tmp_path):
+    huge = columns() | {"observations": columns()["observations"].astype(np.float64) * 1e300}
+    with pytest.raises(DataError, match=r"x\.npz: observations reach 5\.5e\+300, which float32 cannot hold"):
+        load(write_npz(tmp_path / "x.npz", huge))
+    rare = columns()["rewards"].astype(np.float64)
+    rare[:2] = np.nan, -np.inf  # `data info` tells of these
+    assert len(load(write_npz(tmp_path / "y.npz", columns() | {"rewards": rare}))) == 6

@@ -12,7 +12,7 @@ from imagining import make_log
 from replaylab.data.episodes import from_rows
 from replaylab.models import termination
 from replaylab.models.dynamics import Dynamics
-from replaylab.models.imagine import Imagination, Logged, Penalties, Ring, capped, foretell, pack, unpack, widen
+from replaylab.models.imagine import Imagination, Logged, Penalties, Ring, foretell, pack, unpack, widen
 from replaylab.models.penalty import linear
 
 CPU = torch.device("cpu")
@@ -221,7 +221,7 @@ def test_the_linear_penalty_of_live_rows():
     gap[:, 3], gap[1, 40:] = 30.0, 1000.0  # one row above the cap; rows that have ended
     live = torch.ones(2, 50, dtype=torch.bool)
     live[1, 30:] = False
-    found = capped(gap, live)
+    found = linear(-gap, 0.0, live)
     assert (found[:, 3] < 30).all()
     torch.testing.assert_close(found[0], linear(-gap[0], 0.0))
     torch.testing.assert_close(found[1, :30], linear(-gap[1, :30], 0.0))

@@ -84,8 +84,18 @@ def test_nan_in_rewards_actions_extras_and_final_observations():
         extras={"cost": np.array([0, np.inf, 0, 0, 0])},
         final_observations=np.full((2, 2), np.nan),
     )
-    assert "1 values are NaN: reward (1)" in text and "1 values are NaN: action[0] (1)" in text
-    assert "1 values are infinity: cost (1)" in text and "final observation[0] (2)" in text
+    assert "1 value is NaN: reward (1)" in text and "1 value is NaN: action[0] (1)" in text
+    assert "1 value is infinity: cost (1)" in text and "final observation[0] (2)" in text
+
+
+def test_values_whose_squares_overflow_are_named():
+    rewards = np.array([0, 1e35, 2, 3, np.nan], np.float32)
+    assert "huge: reward: the square of 1e+35 overflows float32" in warnings(rewards=rewards)
+    assert "huge" not in warnings(rewards=rewards / 1e20)
+
+
+def test_one_step_is_one_step():
+    assert "1 step in 1 episode," in format_summary(summarize(make((1,))))
 
 
 def test_everything_not_finite_still_summarizes():
@@ -127,7 +137,7 @@ def test_whole_number_actions():
 def test_actions_outside_their_bounds():
     actions = np.array([[0.5], [2.0], [-3.0], [1.0], [0.2]])
     text = warnings(actions=actions, meta={"action_low": [-1], "action_high": [1]})
-    assert "2 action values lie outside the declared bounds" in text
+    assert "action values outside the declared bounds: 2" in text
     assert "outside" not in warnings(actions=actions)
 
 

@@ -49,7 +49,7 @@ def make_run(path, evaluations, summary=None, *, status="finished", metrics=None
     settings = {"system": "bc", "data": ["logs/hopper.npz"], "env": HOPPER, "steps": 200, "seeds": [0, 1]}
     write_yaml(path / "config.yaml", settings | config)
     machine = {"device": "cpu", "cores": 2, "torch": "2.13.0"}
-    about = {"version": "0.1.0", "command": "replaylab train bc", "started": "2026-01-02T03:04:05", "finished": None}
+    about = {"command": "replaylab train bc", "started": "2026-01-02T03:04:05", "finished": None}
     about |= {"seconds": 83.0, "status": status, "machine": machine, "data": summary, "parameters": 1234}
     (path / "run.json").write_text(json.dumps(about | dict(info)))
     if metrics is None:
@@ -120,14 +120,41 @@ def test_unfinished_runs_say_so(tmp_path):
     assert row["return"]["mean"] == 2.5
 
 
+def test_a_failed_run_says_why(tmp_path):
+    run = make_run(tmp_path / "a", [], status="failed", info={"error": "loss became\nNaN"})
+    assert summarize_runs([run])[0]["notes"] == ["not finished (failed: loss became NaN): this is what there is so far"]
+
+
+def test_a_run_that_is_named_twice_counts_once(tmp_path):
+    for name in "ab":
+        make_run(tmp_path / "many" / name, two_seeds())
+    rows = summarize_runs([tmp_path / "many", tmp_path / "many" / ".." / "many" / "b"])
+    assert [row["run"] for row in rows] == ["a", "b"] and len(summarize_runs(tmp_path / "many" / "a")) == 1
+
+
+def test_a_damaged_run_does_not_hide_the_others(tmp_path):
+    good, bad = (make_run(tmp_path / name, two_seeds()) for name in ("good", "bad"))
+    for name in ("run.json", "config.yaml"):
+        whole = (bad / name).read_text()
+        (bad / name).write_text("{" + whole[:30])
+        rows = summarize_runs([good, bad])
+        assert [row["status"] for row in rows] == ["finished", "unreadable"] and name in rows[1]["notes"][0]
+        assert "unreadable" in check_page(report([good, bad], tmp_path / "page.html")).text
+        (bad / name).write_text(whole)
+
+
 def test_not_a_run_folder(tmp_path):
     (tmp_path / "holiday").mkdir()
     with pytest.raises(UsageError, match="holiday"):
         summarize_runs([tmp_path / "holiday"])
     with pytest.raises(UsageError, match="no run folders"):
         report([], tmp_path / "page.html")
+    run = make_run(tmp_path / "a", [])
+    (tmp_path / "page.html").mkdir()
     with pytest.raises(UsageError, match="cannot write"):
-        report([make_run(tmp_path / "a", [])], tmp_path)
+        report([run], tmp_path / "page.html")
+    with pytest.raises(UsageError, match=r"cannot write .*page\.md: its name must end in \.html"):
+        report([run], tmp_path / "page.md")
 
 
 # --- the page
@@ -155,7 +182,7 @@ def test_page_of_two_runs(tmp_path, data_summary):
 def test_page_of_one_run_without_environment(tmp_path, data_summary):
     run = make_run(tmp_path / "a", [], data_summary, env=None)
     page = check_page(report([run], tmp_path / "page.html"))
-    assert "No environment was given: nothing was evaluated." in page.text
+    assert "No environment was given: nothing was evaluated. `replaylab assess RUN`" in page.text
     page = check_page(report([make_run(tmp_path / "b", [], data_summary)], tmp_path / "page.html"))
     assert "No evaluation has finished yet." in page.text
 

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 import torch
 from conftest import make_episodes
 
+from replaylab.algos import Spaces, bcq, diffusion_dice, gormpo, mopo
 from replaylab.data import sample
-from replaylab.data.episodes import from_rows
+from replaylab.data.episodes import Episodes, from_rows
 from replaylab.data.sample import Store, Transitions, Windows, draw
 from replaylab.errors import DataError
+from replaylab.models.imagine import unpack
+from replaylab.step import Stepper
 
 
 @pytest.mark.parametrize("resident", [True, False])
@@ -30,14 +35,65 @@ def test_the_log_reaches_the_device_in_pieces(monkeypatch, piece):
     np.testing.assert_array_equal(store.next_observations(rows), log.next_observations())
 
 
-def test_rows_without_a_known_successor_are_never_drawn():
-    rows = 10
-    ends = np.arange(rows) % 5 == 4
-    log = from_rows(np.arange(rows)[:, None].astype(float), np.zeros((rows, 1)), np.zeros(rows), ends)
+def without_finals(rows: int = 200, length: int = 5, terminated: bool = True) -> Episodes:
+    """A log without next observations, rewarded where an episode ends."""
+    ends, rng = np.arange(rows) % length == length - 1, np.random.default_rng(0)
+    observations = np.column_stack([np.arange(rows), rng.normal(size=rows)]).astype(np.float32)
+    actions, rewards = (x.astype(np.float32) for x in (rng.uniform(-1, 1, (rows, 1)), ends * rng.uniform(5, 9, rows)))
+    return from_rows(observations, actions, rewards, ends & terminated, ends & (not terminated))
+
+
+@pytest.mark.parametrize("terminated", [True, False])
+def test_rows_without_a_known_successor_are_drawn_only_if_nothing_followed(terminated):
+    log = without_finals(10, terminated=terminated)
     drawn = Transitions(Store(log, "cpu"), [0], 64)
     batch = drawn.gather(torch.as_tensor(drawn.draw(0, 50)).reshape(1, -1))
-    assert set(batch["observations"].flatten().int().tolist()) == {0, 1, 2, 3, 5, 6, 7, 8}
-    assert len(set(Transitions(Store(log, "cpu"), [0], 64, next_observations=False).draw(0, 50).flatten())) == rows
+    assert set(range(10)) - set(batch["observations"][0, :, 0].int().tolist()) == (set() if terminated else {4, 9})
+    assert batch["next_observations"].isfinite().all()
+    assert len(set(Transitions(Store(log, "cpu"), [0], 64, next_observations=False).draw(0, 50).flatten())) == 10
+
+
+def agent_of(module, log: Episodes, **settings):
+    """An agent and its phases, as the debug preset has them."""
+    known = {field.name for field in fields(module.Config)}
+    config = {k: v for k, v in (module.PRESETS["debug"] | settings).items() if k in known}
+    agent = module.Agent(module.Config(**config), Spaces.of(log), [0], torch.device("cpu"))
+    return agent, agent.phases(log)
+
+
+@pytest.mark.parametrize("module", [bcq, diffusion_dice, mopo, gormpo])
+def test_values_learn_from_the_rewards_of_rows_that_end(module):
+    phases = agent_of(module, without_finals())[1]
+    sampler = phases[-1].sampler
+    batch = sampler.gather(torch.as_tensor(sampler.draw(0, 1000)).flatten()[None])
+    batch = unpack(batch["rows"], 2) if "rows" in batch else batch
+    assert batch["terminated"].mean() == pytest.approx(0.2, abs=0.03) and batch["next_observations"].isfinite().all()
+
+
+@pytest.mark.parametrize("module", [mopo, gormpo])
+def test_models_leave_made_up_successors_out_and_say_so(module):
+    agent, _ = agent_of(module, without_finals())
+    dynamics = agent.fit.table * torch.cat([agent.dynamics.input_std, agent.dynamics.target_std])
+    assert len(dynamics) == 160 and dynamics[:, -1].abs().max() < 1e-3  # no row with a reward
+    said = " | ".join(agent.notes)
+    assert "dynamics: 40 of 200 rows left out, as the log does not tell what followed them" in said
+    assert "it ends 0 of the 160 logged rows that go on; by 40 rows that end it cannot be judged" in said
+    assert ("density: 40 of 200 rows left out" in said) == (module is gormpo)
+    with pytest.raises(DataError, match="tells no next observation, so there is no step to learn a model from"):
+        agent_of(module, without_finals(length=1))
+
+
+def test_a_step_model_says_what_it_leaves_out():
+    agent, _ = agent_of(diffusion_dice, without_finals(terminated=False), backup="model")
+    assert agent.notes == ["models of a step: 40 of 200 rows left out, as the log does not tell what followed them"]
+
+
+@pytest.mark.parametrize("module", [bcq, diffusion_dice])
+def test_a_bandit_needs_no_next_observation(module):
+    _, phases = agent_of(module, without_finals(length=1))
+    found = Stepper(phases[-1], torch.device("cpu"))
+    found.run(0, 2)
+    assert all(np.isfinite(values).all() for values in found.read().values())
 
 
 def test_draws_depend_on_seed_and_step_alone():
@@ -66,3 +122,7 @@ def test_nan_is_refused_before_training(episodes):
     episodes.observations[3, 1] = np.nan
     with pytest.raises(DataError, match="observations holds NaN"):
         Store(episodes, "cpu")
+    rewards = episodes.rewards.astype(np.float64)
+    rewards[3] = -1e300
+    with pytest.raises(DataError, match=r"rewards reach 1e\+300, which float32 cannot hold"):
+        Store(replace(make_episodes(), rewards=rewards), "cpu")

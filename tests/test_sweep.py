@@ -14,6 +14,7 @@ import pytest
 from sweeping import TINY, write
 
 import replaylab
+from replaylab.cli import main
 from replaylab.errors import UsageError
 from replaylab.run import RunFolder
 from replaylab.sweep import local, read_plan, run
@@ -176,6 +177,27 @@ def test_the_budget_ends_a_sweep_and_the_next_one_goes_on(place, forked):
     local.run_local(plan, queue, watch, ["cpu"], time.time())
     assert queue.state(plan.cells[0]) in ("interrupted", "new") and not queue.finished(plan.cells[0])
     assert "left" in watch._line()
+
+
+def test_a_sweep_leaves_the_handler_of_sigterm_as_it_was(place, forked):
+    def mine(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        run(write(place, datasets=["one.npz"]))
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_interrupted_sweep_says_how_to_go_on(place, monkeypatch, capsys):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("replaylab.sweep.run_local", interrupt)
+    assert main(["sweep", str(write(place))]) == 1
+    assert "run the same command again to go on" in capsys.readouterr().err
 
 
 def test_a_worker_that_cannot_start_is_one_error(place, monkeypatch):

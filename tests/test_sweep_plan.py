@@ -16,7 +16,8 @@ from sweeping import TINY, write
 
 import replaylab
 from replaylab.algos import SYSTEMS
-from replaylab.cli import main
+from replaylab.cli import build, main
+from replaylab.cli.parser import read_options
 from replaylab.data.read import PART
 from replaylab.errors import UsageError
 from replaylab.sweep import read_plan, run
@@ -72,6 +73,13 @@ def test_list_of_settings_joined_data_and_split_seeds(place):
         ({"datasets": ["one.npz", "tow.npz"]}, r"datasets\[1\]: tow.npz: no such file.*did you mean"),
         ({"datasets": ["one.npz", "one.npz"]}, "'one' is there twice"),
         ({"systems": ["bc", "bc"]}, "'bc-one' is there twice"),
+        (  # they would share a row of the table
+            {"systems": [{"system": "bc", "split_seeds": True}, {"system": "bc", "settings": {"lr": 0.5}}]},
+            "'bc-one' is there twice",
+        ),
+        ({"list": [{"lr": 0.1}, {"lr": 0.1}]}, r"systems\[0\]: `grid` or `list`: 'lr0.1' is there twice"),
+        ({"systems": [{"system": "bc", "name": False}]}, r"systems\[0\]: a name must be text, .*: False"),
+        ({"datasets": [{"path": "one.npz", "name": 5}]}, r"datasets\[0\]: a name must be text"),
         ({"systems": [{"system": "bc", "datasets": ["three"]}]}, "unknown dataset 'three'"),
         ({"seeds": [1, 1]}, "seeds must be distinct"),
         ({"sytems": []}, "unknown key 'sytems'; did you mean 'systems'"),
@@ -104,6 +112,10 @@ def test_list_of_settings_joined_data_and_split_seeds(place):
         (
             {"datasets": [{"path": "one.npz", "options": {"formt": "npz"}}]},
             r"datasets\[0\]: .*'formt'; did you mean 'format'",
+        ),
+        (
+            {"datasets": [{"path": "one.npz", "options": {"xyz": 1}}]},
+            "options: unknown key 'xyz'; known: .*columns",
         ),
         ({"datasets": [{"path": "one.npz", "options": {"max_steps": "few"}}]}, "max_steps must be int, not 'few'"),
         (
@@ -138,6 +150,25 @@ def test_a_sweep_can_read_data_as_load_can(place):
     }
     (cell,) = read_plan(write(place, datasets=[{"path": "log.dat", "options": options}])).cells
     assert replaylab.load(cell.data, **cell.options).num_episodes == 2
+
+
+def test_the_command_of_a_cell_reads_the_data_as_the_cell_does(place):
+    part = {"max_steps": 50, "checkpoints": 2, "episodes_per_checkpoint": 3}
+    columns = {"observations": ["a", "b"], "rewards": "r"}
+    options = {"format": "table", "columns": columns, "max_episode_steps": 9, "split": "discontinuity"}
+    assert {*part, *options} == {f.name for f in fields(Reading)} | {"columns"}
+    cell = replace(read_plan(write(place)).cells[0], options=options | part)
+    words = cell.command("x")[1:]
+    assert read_options(build(words).parse_args(words)) == cell.options | {"columns": columns | {"rewards": ["r"]}}
+
+
+def test_a_gpu_that_is_not_there_is_refused(place, monkeypatch):
+    for seen, told in ((0, "cuda:1 was asked for, but torch sees no GPU here"), (1, "torch sees 1 GPU here")):
+        monkeypatch.setattr("torch.cuda.device_count", lambda seen=seen: seen)
+        with pytest.raises(UsageError, match=told):
+            run(write(place), devices=["cuda:1"], dry_run=True)
+    with pytest.raises(UsageError, match="unknown device 'cuda:x'"):
+        run(write(place), devices=["cuda:x"], dry_run=True)
 
 
 def test_environments_are_checked_without_simulators(place):
@@ -201,6 +232,8 @@ def test_dry_run_shows_cells_and_time_and_does_nothing(place, capsys):
     assert "bc-one  2 seeds   new" in shown and "2 cells, 2 to do" in shown and "as measured" in shown
     run(path, dry_run=True, per_device=2)
     assert "with 2 processes" in capsys.readouterr().out
+    run(write(place, datasets=["one.npz"]), dry_run=True)
+    assert "1 cell, 1 to do" in capsys.readouterr().out
     assert not (place / "sweeps").exists()
 
 
@@ -217,6 +250,8 @@ def test_time_is_guessed_from_earlier_runs_else_from_a_table(place):
     for change in ({"lr": 1.0}, {"final_episodes": 1000}):
         assert estimate(cell, [other, same | change], False)[0] == pytest.approx(8.0)
     assert estimate(replace(cell, env="d4rl/hopper"), [other, same], False)[0] == pytest.approx(8.0)
+    short = other | {"steps": 1}  # most of it was its start
+    assert estimate(cell, [short], False) == estimate(cell, [], False)
 
 
 def test_every_system_has_a_time_and_what_is_not_known_is_said(place, monkeypatch):
@@ -272,3 +307,8 @@ def test_earlier_runs_are_those_of_the_same_kind_of_device(place):
     assert [r["steps"] for r in cpu] == [40, 20] and [r["seconds"] for r in gpu] == [12.0]
     cell = read_plan(write(place)).cells[0]
     assert estimate(cell, gpu, True)[0] == pytest.approx(6.0)
+    kept |= {"settings": TINY, "data": {"paths": ["one.npz"]}, "machine": {"device": "NVIDIA H200"}}
+    (results / "c.json").write_text(json.dumps(kept))
+    gpu = finished_before(place / "sweeps/tiny", results, True)
+    assert estimate(cell, gpu, True) == (12.0, "the same run before")
+    assert estimate(replace(cell, settings=TINY | {"final_episodes": 7}), gpu, True)[1] != "the same run before"

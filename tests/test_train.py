@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from conftest import make_episodes
 import replaylab
 from replaylab import trainer
 from replaylab.algos import Spaces, bc
-from replaylab.errors import DataError, UsageError
+from replaylab.errors import DataError, MissingExtra, UsageError
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
 
@@ -264,6 +265,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(log, tmp_path, monkeypatch, l
         replaylab.train("bc", log, out=tmp_path / "r", **settings)
     weights, _, state = RunFolder(tmp_path / "r").load()
     assert state["step"] < 100 and all(w.isfinite().all() for w in weights.values())
+    assert "became NaN" in RunFolder(tmp_path / "r").info()["error"]
 
 
 def test_a_weight_that_is_not_a_number_is_not_saved(log, tmp_path, monkeypatch):
@@ -282,6 +284,46 @@ def test_a_weight_that_is_not_a_number_is_not_saved(log, tmp_path, monkeypatch):
 def test_tensorboard_when_asked(log, tmp_path):
     replaylab.train("bc", log, out=tmp_path / "r", track=["tensorboard"], **SMALL)
     assert list((tmp_path / "r" / "tensorboard").glob("events*"))
+
+
+def test_a_run_ends_what_it_began_at_weights_and_biases(log, tmp_path, monkeypatch):
+    begun = [Mock(), Mock()]
+    monkeypatch.setitem(sys.modules, "wandb", Mock(init=Mock(side_effect=begun)))
+    for number, run in enumerate(begun):
+        replaylab.train("bc", log, out=tmp_path / f"r{number}", track=["wandb"], **SMALL)
+        assert run.log.called and run.finish.call_count == 1
+
+
+def test_a_missing_tracker_costs_no_old_run(log, tmp_path):
+    replaylab.train("bc", log, out=tmp_path / "r", **SMALL)
+    with pytest.raises(MissingExtra):
+        replaylab.train("bc", log, out=tmp_path / "r", overwrite=True, track=["wandb"], **SMALL)
+    assert RunFolder(tmp_path / "r").load()[2]["step"] == 300
+
+
+@pytest.mark.parametrize("when", ["last step", "evaluation"])
+def test_a_stop_at_the_very_end_is_heard(tmp_path, monkeypatch, when):
+    def stop(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def last(self, batch):
+        if self.done == 299:
+            stop()
+        return update(self, batch)
+
+    update = bc.Agent.update
+    if when == "last step":
+        monkeypatch.setattr(bc.Agent, "update", last)
+    else:
+        monkeypatch.setattr(trainer, "evaluate_agent", stop)
+    log = make_episodes(lengths=(50, 30, 40), observation=11, action=3)
+    settings = SMALL | {"out": tmp_path / "r", "env": "d4rl/hopper", "final_episodes": 2, "eval_every": -1}
+    with pytest.raises(trainer.Interrupted, match="stopped at step 300"):
+        replaylab.train("bc", log, **settings)
+    assert RunFolder(tmp_path / "r").info()["status"] == "interrupted"
+    monkeypatch.undo()
+    replaylab.train("bc", log, resume=True, **settings)
+    assert len(RunFolder(tmp_path / "r").lines("eval.jsonl")) == 1
 
 
 # --- in processes of their own

@@ -8,6 +8,7 @@ its state has `receive(rewards)` and `reset(which)`.
 A module may also have `ACTING`, the fields of its Config that change only how it acts, so that `eval` can sweep them;
 and `ONLINE = True` with `spaces(env_id)`, if it makes its own data, one seed a run: `phases` is then given the
 environment's id, which `environment(env_id)` may have translated. An agent may have `notes`, lines for the user;
+`idle`, those of `ACTING` that change nothing it does;
 `training_state()` and `load_training_state(tensors)`, for what a checkpoint must hold besides weights and optimisers.
 """
 

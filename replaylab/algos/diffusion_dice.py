@@ -32,7 +32,7 @@ from replaylab.algos.diffusion_dice_settings import ACTING, Config
 from replaylab.algos.diffusion_dice_settings import PRESETS as PRESETS
 from replaylab.data.episodes import Episodes
 from replaylab.data.rewards import name_of, tuned_rewards
-from replaylab.data.sample import Later, Numbered, Pair, Store, Transitions
+from replaylab.data.sample import Later, Numbered, Pair, Store, Transitions, left_out
 from replaylab.errors import UsageError
 from replaylab.models.adam import adam
 from replaylab.models.draws import keys, normal, uniforms
@@ -74,7 +74,7 @@ def returns_steps(config: Config) -> int:
 
 
 def usual_guidance(name: str) -> float:
-    """The original's table; 4 for what it does not list."""
+    """The original's table, by what the data's name says."""
     if "maze" in name:
         return 4.0 if "large" in name else 2.0 if "medium" in name else 1.0
     return 1.0 if "toy-bandit" in name else 2.0 if "expert" in name else 4.0
@@ -95,6 +95,7 @@ class Agent(nn.Module):
         if len(spaces.observation_shape) != 1 or spaces.discrete:
             raise UsageError("diffusion-dice takes vectors as observations and continuous actions")
         self.config, self.seeds, self.device = config, list(seeds), device
+        self.notes: list[str] = []
         self.sizes = spaces.observation_shape[0], spaces.action_dim
         self.by_advantage = config.advantage and config.ensemble > 0
         self.exact = config.returns_exact or config.backup == "data"
@@ -200,6 +201,7 @@ class Agent(nn.Module):
         config = self.config
         if self.foresight is not None:
             phase = self.foresight.phase(episodes, self.device)
+            self.notes += left_out(episodes, "models of a step")
             self.optimizers["dynamics"] = phase.sampler.optimizer
             return [phase]
         if not config.returns_steps:

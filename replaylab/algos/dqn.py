@@ -47,7 +47,7 @@ class Config(Settings):
     tau: float = knob(0.005, "how far the target network moves to the network at each update", SHARE)
     max_grad_norm: float = knob(10.0, "longer gradients are shortened to this", RATE)
     epsilon_final: float = knob(0.01, "share of random actions once exploration has faded", SHARE)
-    epsilon_steps: int = knob(100_000, "environment steps over which it fades", FROM_0)
+    epsilon_steps: int = knob(100_000, "environment steps over which it fades", COUNT)
     warm_up: int = knob(20_000, "environment steps with random actions before the first update", FROM_0)
     replay_size: int = knob(1_000_000, "frames kept", COUNT)
     bf16: bool = knob(True, "convolutions in bfloat16 on CUDA")

@@ -48,6 +48,9 @@ class Config(Settings):
         "episodes cut before their end, whose returns lack the rest; drop: learn from whole ones only",
         ("keep", "drop"),
     )
+    starts: float = knob(
+        0.0, "share of windows that begin where an episode does, where only the asked return tells what to do", SHARE
+    )
     normalize: bool = knob(True, "standardise vectors and frames with the data's mean and deviation")
     width: int = knob(128, "of a token", COUNT)
     layers: int = knob(3, "transformer blocks", COUNT)
@@ -72,6 +75,11 @@ class Config(Settings):
     temperature: float = knob(0.0, "of discrete actions drawn at random; 0: the most likely one", FROM_0)
     top_k: int = knob(0, "draw among the k most likely actions only; 0: all", FROM_0)
     precision: str = knob("fp32", "of the forward pass in training (fp32 is TF32 on CUDA)", ("fp32", "bf16"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.betas) != 2:
+            raise UsageError(f"betas takes two numbers, not {len(self.betas)}")
 
 
 _ATARI = {
@@ -229,6 +237,7 @@ class Agent(nn.Module):
             config.ahead > 0, config.timestep_std,
         )  # fmt: skip
         self.stack = spaces.frame_stack
+        self.idle = () if spaces.discrete else ACTING
         self.notes: list[str] = []
         self.normalizer = Normalizer([1] if self.pixels else seen)
         self.model = DecisionTransformer(generators(seeds), self.shape)
@@ -279,7 +288,7 @@ class Agent(nn.Module):
         episodes = whole(episodes) if config.cut_episodes == "drop" else episodes
         episodes = delayed(episodes) if config.mode == "delayed" else episodes
         store = Store(episodes.top_fraction(config.top_fraction), self.device)
-        windows = Windows(store, self.seeds, config.batch_size, config.context, stack=self.stack)
+        windows = Windows(store, self.seeds, config.batch_size, config.context, stack=self.stack, starts=config.starts)
         return [Phase("imitate", config.steps, windows, self.update)]
 
     def rate(self) -> Tensor:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,9 +24,11 @@ from replaylab.algos.gormpo_settings import PRESETS as PRESETS
 from replaylab.algos.gormpo_settings import Config, tuned
 from replaylab.algos.sac import SAC
 from replaylab.data.episodes import Episodes
+from replaylab.data.sample import left_out
 from replaylab.errors import DataError, UsageError
 from replaylab.models import termination
 from replaylab.models.density.base import check_percentile
+from replaylab.models.density.detect import doubts
 from replaylab.models.dynamics import Dynamics, Fit
 from replaylab.models.imagine import (
     Imagination,
@@ -78,10 +81,15 @@ class Agent(nn.Module):
             constant = self.normalizer.std < 1e-5  # imagined, such a column has some noise
             self.normalizer.std.copy_(torch.where(constant, 1.0, self.normalizer.std))
         data = Logged(episodes, self.device)
+        self.told = torch.as_tensor(np.flatnonzero(episodes.next_known[episodes.backup_known]), device=self.device)
+        if not len(self.told):
+            raise DataError("the log tells no next observation, so there is no step to learn a model from")
         self.termination = self._termination(episodes, data)
         coefficient, uncertainty_coefficient = self._coefficients(episodes)
         if coefficient:
             self.density = DensityFit(config, episodes, len(self.seeds), self.device)
+            if config.density_model is None and config.density_inputs != "sa":
+                self.notes += left_out(episodes, "density")
         inputs = self.density.report["inputs"] if self.density else config.density_inputs
         self.penalties = Penalties(config.penalty, coefficient, config.uncertainty, uncertainty_coefficient, inputs)
         self._make_imagination(data)
@@ -89,6 +97,7 @@ class Agent(nn.Module):
         if config.dynamics_model is None:
             self.fit = self._make_fit(data)
             found.insert(0, self._dynamics(self.fit))
+            self.notes += left_out(episodes, "dynamics")
         else:
             self._take_dynamics(config.dynamics_model)
         if self.density is not None and self.density.descent is not None:
@@ -103,7 +112,8 @@ class Agent(nn.Module):
         from replaylab.run import RunFolder
 
         run = RunFolder(path).require()
-        if "dynamics" not in run.info().get("findings", {}) and not run.config().get("dynamics_model"):
+        trained = "dynamics" in run.info().get("findings", {}) or run.config().get("dynamics_model")
+        if not trained or run.system() not in ("mopo", "gormpo"):
             raise UsageError(f"{path} has no ensemble that was trained to the end")
         places = run.places(self.seeds)
         try:
@@ -154,15 +164,19 @@ class Agent(nn.Module):
         name = (known or "none") if asked == "auto" else asked
         function = termination.find(name)
         self.ends.fill_(list(termination.KNOWN).index(name) if name in termination.KNOWN else 0)
-        done = function(data.observations, data.actions, data.following)
-        ends = data.terminated > 0
+        done = function(*(x[self.told] for x in (data.observations, data.actions, data.following)))
+        ends = data.terminated[self.told] > 0
         found, wrong = int((done & ends).sum()), int((done & ~ends).sum())
         why = "asked for" if asked != "auto" else f"for {episodes.env_id}" if known else "no environment is known"
-        self.notes.append(
-            f"termination: {name} ({why}); it ends {found:,} of the {int(ends.sum()):,} logged rows that end, "
-            f"and {wrong:,} of the {int((~ends).sum()):,} that do not"
-        )
-        if int(ends.sum()) > found * 2 or wrong > 0.01 * len(done):
+        ended = int(ends.sum())
+        unjudged = int(episodes.terminated.sum()) - ended
+        told = f"it ends {wrong:,} of the {len(ends) - ended:,} logged rows that go on"
+        if ended or not unjudged:
+            told += f", and {found:,} of the {ended:,} that end"
+        if unjudged:
+            told += f"; by {unjudged:,} rows that end it cannot be judged, as the log does not tell what followed them"
+        self.notes.append(f"termination: {name} ({why}); {told}")
+        if ended > found * 2 or wrong > 0.01 * len(done):
             self.notes.append(f"termination {name} does not fit the log: pass --termination NAME or FILE.py:FUNCTION")
         return function
 
@@ -171,8 +185,8 @@ class Agent(nn.Module):
         fit = Fit(
             self.dynamics,
             self.seeds,
-            torch.cat([data.observations, data.actions], 1),
-            torch.cat([data.following - data.observations, data.rewards[:, None]], 1),
+            torch.cat([data.observations, data.actions], 1)[self.told],
+            torch.cat([data.following - data.observations, data.rewards[:, None]], 1)[self.told],
             batch_size=config.dynamics_batch,
             lr=config.dynamics_lr,
             patience=config.patience,
@@ -220,7 +234,12 @@ class Agent(nn.Module):
         return self._support() | (self._about_density() if self.config.dynamics_model else {})
 
     def _about_density(self) -> dict[str, Any]:
-        return {"density": self.density.findings()} if self.density else {}
+        if self.density is None:
+            return {}
+        found = self.density.findings()
+        if self.config.density_model is None:  # `density fit` has said it of another
+            self.notes += doubts(found["kind"], found["tests"])
+        return {"density": found}
 
     # --- the policy
 
@@ -287,7 +306,7 @@ class Agent(nn.Module):
         if self.real == self.config.batch_size:
             return {}
         g = torch.Generator().manual_seed(0)
-        logged = torch.randint(len(self.data.observations), (SHOWN,), generator=g).to(self.device)
+        logged = self.told[torch.randint(len(self.told), (SHOWN,), generator=g).to(self.device)]
         uniform = torch.rand(len(self.seeds), SHOWN // len(self.seeds), generator=g).to(self.device)
         batch = unpack(self.ring.sample(uniform).flatten(0, 1), self.observation)
         following = self.normalizer(self.data.following[logged])

@@ -25,6 +25,7 @@ from replaylab.models.adam import adam
 from replaylab.models.mlp import MLP, generators
 
 LOG_STD = (-5.0, 2.0)
+NO_WIDTH = 1e-8  # half of the box of an action that is always the same
 
 
 @dataclass
@@ -66,7 +67,7 @@ class SAC(nn.Module):
         self.log_alpha = nn.Parameter(torch.zeros(len(seeds), 1))
         low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
         self.register_buffer("center", (high + low) / 2)
-        self.register_buffer("scale", (high - low) / 2)
+        self.register_buffer("scale", ((high - low) / 2).clamp(min=NO_WIDTH))
         self.target_entropy = -float(actions) if config.target_entropy is None else config.target_entropy
         self.to(device)
         groups: list[dict[str, Any]] = [
@@ -89,8 +90,9 @@ class SAC(nn.Module):
         mean, log_std = self.distribution(observations)
         noise = torch.randn_like(mean) if noise is None else noise
         raw = mean + log_std.exp() * noise
+        width = torch.where(self.scale > NO_WIDTH, self.scale.log(), 0.0)
         # log(1 - tanh(x)^2) = 2 (log 2 - x - softplus(-2x)), which does not underflow
-        squash = 2 * (math.log(2) - raw - softplus(-2 * raw)) + self.scale.log()
+        squash = 2 * (math.log(2) - raw - softplus(-2 * raw)) + width
         log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi) - squash
         return self.center + self.scale * torch.tanh(raw), log_prob.sum(-1)
 

@@ -118,7 +118,7 @@ def _data_convert(args: argparse.Namespace) -> None:
 
     episodes = load(args.source, **read_options(args))
     save(episodes, args.target, format=getattr(args, "to", None), overwrite=hasattr(args, "overwrite"))
-    print(f"wrote {args.target}: {len(episodes)} steps, {episodes.num_episodes} episodes")
+    print(f"wrote {args.target}: {_size(episodes)}")
 
 
 def _data_collect(args: argparse.Namespace) -> None:
@@ -160,6 +160,10 @@ def _damage(args: argparse.Namespace, change: Callable[[Any], Any]) -> None:
 
     found = change(load(args.path, **read_options(args)))
     save(found, args.out, overwrite=hasattr(args, "overwrite"))
-    print(
-        f"wrote {args.out}: {len(found)} steps, {found.num_episodes} episodes; {json.dumps(found.meta['damage'][-1])}"
-    )
+    print(f"wrote {args.out}: {_size(found)}; {json.dumps(found.meta['damage'][-1])}")
+
+
+def _size(episodes: Any) -> str:
+    from replaylab.page import count
+
+    return f"{count(len(episodes), 'step')}, {count(episodes.num_episodes, 'episode')}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -13,6 +14,10 @@ from replaylab.errors import UsageError, nearest
 
 class Parser(argparse.ArgumentParser):
     """argparse, with one line for a mistake, and the nearest option for a misspelt one."""
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")  # -1e3 is no option
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
@@ -54,7 +59,7 @@ def add_verb(verbs: Any, name: str, help: str, run: Any) -> argparse.ArgumentPar
 def data_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reading data")
     group.add_argument("--format", help="file format; found from the file when not given")
-    group.add_argument("--columns", nargs="+", metavar="NAME=COLUMN[,COLUMN]", help="columns of a CSV or Parquet file")
+    group.add_argument("--columns", nargs="+", metavar="NAME=COLUMN[,COLUMN]", help="which columns of a file are what")
     group.add_argument("--max-episode-steps", type=int, metavar="N", help="an episode ends after N steps")
     group.add_argument("--split", choices=["flags", "discontinuity"], help="where unmarked episodes end")
     replay = parser.add_argument_group("reading a part of a DQN-replay log")

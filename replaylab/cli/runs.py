@@ -1,4 +1,4 @@
-"""`replaylab train`, `density`, `eval`, `report` and `bench`."""
+"""The verbs that train, judge, compare and time: all but `data` and `collect`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
 
     verb = add_verb(verbs, "report", "a page from run folders, from a sweep, or from exported results", _report)
     verb.add_argument("runs", nargs="+", metavar="RUN")
-    verb.add_argument("--out", help="the page (default: RUN/report.html, or report.html for several runs)")
+    verb.add_argument(
+        "--out", help="a page (default: RUN/report.html, or report.html for several runs), or a table: .md or .csv"
+    )
     verb.add_argument("--json", action="store_true", help="print the table as JSON instead")
     verb.add_argument("--export", metavar="FOLDER", help="keep each run's results there as small JSON files instead")
 
@@ -97,8 +99,10 @@ def _build_train(verbs: Any, words: Sequence[str]) -> None:
         module = system(name)
         parser = add_verb(systems, name, (module.__doc__ or name).splitlines()[0].rstrip("."), _train)
         parser.set_defaults(system=name)
-        if not getattr(module, "ONLINE", False):
-            parser.add_argument("--data", nargs="+", metavar="X", help="files or folders; several are joined")
+        online = getattr(module, "ONLINE", False)  # and `train` says that it takes no data
+        told = argparse.SUPPRESS if online else "files or folders; several are joined"
+        parser.add_argument("--data", nargs="+", metavar="X", help=told)
+        if not online:
             data_options(parser)
         parser.add_argument("--out", metavar="D", help="run folder (default: runs/SYSTEM-DATA)")
         parser.add_argument("--preset", help=f"named settings: {', '.join(module.PRESETS)}")
@@ -108,7 +112,7 @@ def _build_train(verbs: Any, words: Sequence[str]) -> None:
         add_arguments(parser, module.Config)
         add_arguments(parser, Options)
         parser.add_argument(
-            "--seed", dest="seeds", type=int, nargs=1, default=argparse.SUPPRESS, help="the same for one"
+            "--seed", dest="seeds", type=int, nargs=1, default=argparse.SUPPRESS, help="--seeds with one"
         )
 
 
@@ -261,35 +265,33 @@ def _label(settings: dict[str, Any]) -> str:
 
 def _sweep(args: argparse.Namespace) -> None:
     from replaylab.errors import ReplaylabError
+    from replaylab.page import count
     from replaylab.sweep import run
 
     names = ("out", "address", "devices", "per_device", "gpus", "data")
     given = {k: getattr(args, k) for k in names if hasattr(args, k)}
     found = run(args.file, dry_run=hasattr(args, "dry_run"), on=args.on, **given)
     if found.failed and not hasattr(args, "dry_run"):
-        raise ReplaylabError(f"{len(found.failed)} of {found.cells} cells failed: {', '.join(found.failed)}")
+        told = f"{len(found.failed)} of {count(found.cells, 'cell')} failed"
+        raise ReplaylabError(f"{told}: {', '.join(found.failed)}")
 
 
 def _report(args: argparse.Namespace) -> None:
     from replaylab import compare
-    from replaylab.page import write_page
     from replaylab.report import report, summarize_runs
 
-    first, alone = Path(args.runs[0]), len(args.runs) == 1
+    first, alone, out = Path(args.runs[0]), len(args.runs) == 1, getattr(args, "out", None)
     if hasattr(args, "export"):
-        for run in args.runs:
-            found = compare.export(run, args.export)
-            print(f"wrote {args.export}/{found['name']}.json")
+        for path in compare.export(args.runs, args.export):
+            print(f"wrote {path}")
     elif hasattr(args, "json"):
         print(json.dumps(summarize_runs(args.runs)))
-    elif alone and (first / "sweep.json").exists():
-        print(f"wrote {compare.compare(first, getattr(args, 'out', None))}")
     elif alone and compare.holds_results(first):
-        out = getattr(args, "out", str(first.with_suffix(".md")))
-        print(f"wrote {write_page(out, compare.results_markdown(first))}")
+        print(f"wrote {compare.write_results(first, out)}")
+    elif (alone and (first / "sweep.json").exists()) or Path(out or "").suffix.lower() in compare.TABLES:
+        print(f"wrote {compare.compare(first if alone else args.runs, out)}")
     else:
-        default = str(first / "report.html") if alone else "report.html"
-        print(f"wrote {report(args.runs, getattr(args, 'out', default))}")
+        print(f"wrote {report(args.runs, out or (first / 'report.html' if alone else 'report.html'))}")
 
 
 def _play(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """One honest table from many runs: a self-contained page, and the same table as Markdown and CSV.
 
-`compare("sweeps/locomotion")` reads run folders and nothing else. `export` keeps what matters of a run in a small JSON
-file, and `results_markdown` writes the evidence from a folder of such files.
+`compare("sweeps/locomotion")` reads run folders and nothing else. `export` keeps what matters of each run in a small
+JSON file, and `results_markdown` makes the evidence from a folder of such files.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from replaylab.compare.evidence import export, holds_results, results_markdown
+from replaylab.compare.evidence import export, holds_results, results_markdown, write_results
 from replaylab.compare.gather import Comparison, Entry, gather
 from replaylab.compare.sections import sections
 from replaylab.compare.tables import markdown, to_csv
-from replaylab.errors import UsageError
-from replaylab.page import page, write_page
+from replaylab.page import check_suffix, count, page, write_page
 from replaylab.report import report
+from replaylab.results import UNREADABLE, Run
 
 __all__ = [
     "Comparison",
@@ -27,26 +27,36 @@ __all__ = [
     "markdown",
     "results_markdown",
     "to_csv",
+    "write_results",
 ]
+
+TABLES = {".md": markdown, ".csv": to_csv}
 
 
 def compare(runs: str | Path | Iterable[str | Path], out: str | Path | None = None, *, reports: bool = True) -> Path:
-    """Write the comparison of a sweep's folder, or of run folders, and return the page's path.
+    """Write the comparison of a sweep's folder, or of run folders, and return its path.
 
-    Beside the page stand the same table as .md and .csv. With `reports` every run without a page of its own gets one.
+    An .html file is a page, with the same table as .md and .csv beside it; an .md or .csv file is the table alone. With
+    `reports` every run that the page links to has a page of its own, made anew where it is older than the run.
     """
     runs = runs if isinstance(runs, (str, Path)) else list(runs)
-    found = gather(runs)
     alone = Path(runs) if isinstance(runs, (str, Path)) else Path()
-    path = Path(out) if out is not None else alone / "comparison.html"
-    if path.suffix in (".md", ".csv"):
-        raise UsageError(f"{path} is what a table beside the page would be called: name the page, {path.stem}.html")
+    path = check_suffix(alone / "comparison.html" if out is None else out, [".html", *TABLES])
+    found = gather(runs)
+    if path.suffix.lower() in TABLES:
+        return write_page(path, TABLES[path.suffix.lower()](found))
     for run in found.runs if reports else []:
-        own = run.path / "report.html"
-        if not own.exists() or own.stat().st_mtime < (run.path / "run.json").stat().st_mtime:
-            report([run.path], own)
-    subtitle = f"{len(found.rows)} systems, {len(found.tasks)} tasks, {len(found.runs)} runs · replaylab comparison"
+        if run.info.get("status") != UNREADABLE and _outdated(run):
+            report([run.path], run.path / "report.html")
+    amounts = [count(len(found.rows), "system"), count(len(found.tasks), "task"), count(len(found.runs), "run")]
+    subtitle = f"{', '.join(amounts)} · replaylab comparison"
     written = write_page(path, page(found.name, subtitle, sections(found, path)))
-    write_page(path.with_suffix(".md"), markdown(found))
-    write_page(path.with_suffix(".csv"), to_csv(found))
+    for suffix, table in TABLES.items():
+        write_page(path.with_suffix(suffix), table(found))
     return written
+
+
+def _outdated(run: Run) -> bool:
+    """Whether its page lacks something that the run's files hold."""
+    own = run.path / "report.html"
+    return not own.exists() or any(p.stat().st_mtime > own.stat().st_mtime for p in run.path.glob("*.json*"))

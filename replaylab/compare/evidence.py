@@ -13,7 +13,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,37 +24,55 @@ import numpy as np
 from replaylab import stats
 from replaylab.algos import system
 from replaylab.compare.gather import NOT_A_SETTING, names_of, read_sweep
-from replaylab.compare.tables import plus_minus, protocol, span, told_as
+from replaylab.compare.tables import protocol, told_as
 from replaylab.config import default_of
-from replaylab.errors import UsageError
-from replaylab.page import duration, number
+from replaylab.errors import DataError, UsageError
+from replaylab.page import check_suffix, count, duration, number, plus_minus, span, write_page
 from replaylab.published import ORIGINALS, published
-from replaylab.results import Evaluations, read_runs
+from replaylab.results import UNREADABLE, Evaluations, Run, dictionary, read_runs
 from replaylab.trainer import Options
 
 FORMAT = "replaylab-result-1"
 OPENING = """# Results
 
-Made by `replaylab report benchmarks/results --out benchmarks/RESULTS.md` from the files in `benchmarks/results/`;
+Made by `replaylab report {folder} --out {out}` from the files in `{folder}/`;
 nothing here was typed by hand. Scores are those of the last checkpoint, the best one stands beside it for comparison:
 normalised (0 random, 100 expert, in Atari a human), mean ± standard error over seeds. Published rows are other
 people's numbers under their own protocols, on D4RL's data: beside `X-medium+X-expert`, our mix, stand those for
 `X-medium-expert`.
-What data this is, learning curves of collecting, and what was tried besides: [NOTES.md](NOTES.md).
 """
+NOTES = "What data this is, learning curves of collecting, and what was tried besides: [NOTES.md](NOTES.md).\n"
 HEAD = (
     "system", "settings", "score, last checkpoint", "best checkpoint", "IQM [95 %]", "seeds x episodes", "time",
     "machine", "file",
 )  # fmt: skip
 
 
-def export(run: str | Path, out: str | Path | None = None, *, note: str = "") -> dict[str, Any]:
-    """What a run showed, as a small dict; written to `out` where given: a .json file, or a folder for NAME.json."""
-    (found,) = read_runs([run])
+def export(runs: str | Path | Iterable[str | Path], out: str | Path, *, note: str = "") -> list[Path]:
+    """Keep what each run showed, of run folders or folders of them, and return the files that were written.
+
+    out: a folder, in which each run has NAME.json, or for one run a .json file.
+    """
+    found = read_runs([runs] if isinstance(runs, (str, Path)) else runs)
+    out = Path(out)
+    if out.suffix == ".json" and len(found) > 1:
+        raise UsageError(f"{out} is one file for {count(len(found), 'run')}: name a folder")
+    results: dict[Path, dict[str, Any]] = {}
+    for run in found:
+        if run.info.get("status") == UNREADABLE:
+            raise DataError(run.notes[0])
+        path = out if out.suffix == ".json" else out / f"{run.path.resolve().name}.json"
+        if path in results:
+            raise UsageError(f"two of the runs would be {path}: export them to folders of their own")
+        results[path] = _result(run, note)
+    return [write_page(path, json.dumps(result, indent=1) + "\n") for path, result in results.items()]
+
+
+def _result(found: Run, note: str) -> dict[str, Any]:
     config, info = found.config, found.info
     row, task, _ = names_of([found], read_sweep(found.path.parent)[0])[found.path]
-    summary = info["data"] if isinstance(info.get("data"), dict) else {}
-    result = {
+    summary = dictionary(info.get("data"))
+    return {
         "format": FORMAT,
         "name": found.path.resolve().name,
         "system": config.get("system"),
@@ -74,12 +93,6 @@ def export(run: str | Path, out: str | Path | None = None, *, note: str = "") ->
         "note": note,
         "scores": [{"env": group.env, "settings": group.settings, **_score(group)} for group in found.evaluations],
     }
-    if out is not None:
-        path = Path(out)
-        path = path if path.suffix == ".json" else path / f"{result['name']}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-    return result
 
 
 def _changed(config: dict[str, Any]) -> dict[str, Any]:
@@ -111,23 +124,36 @@ def _score(group: Evaluations) -> dict[str, Any]:
 # --- the evidence
 
 
-def results_markdown(folder: str | Path) -> str:
-    """The whole text, from a folder's result files (a section a task) and its bench-*.json. Others are left alone."""
+def write_results(folder: str | Path, out: str | Path | None = None) -> Path:
+    """Write `results_markdown` and return the file's path; default: FOLDER.md."""
+    out = check_suffix(Path(folder).with_suffix(".md") if out is None else out, [".md"])
+    return write_page(out, results_markdown(folder, out))
+
+
+def results_markdown(folder: str | Path, out: str | Path) -> str:
+    """The whole text, from a folder's result files (a section a task) and its bench-*.json. Others are left alone.
+
+    out: where it will stand, which its links start from.
+    """
+    folder, out = Path(folder), Path(out)
     results, benches = [], []
-    for path in sorted(Path(folder).glob("*.json")):
+    inside = os.path.relpath(folder, out.parent)
+    for path in sorted(folder.glob("*.json")):
         try:
             found = json.loads(path.read_text())
         except ValueError as error:
             raise UsageError(f"{path} is not valid JSON: {error}") from error
         if isinstance(found, dict) and found.get("format") == FORMAT:
-            results.append(found | {"file": path.name})
+            results.append(found | {"file": f"[{path.name}]({Path(inside, path.name)})"})
         elif path.name.startswith("bench-") and isinstance(found, dict):
             benches.append(found)
     if not results:
         raise UsageError(f"{folder} holds no result files: make some with `replaylab report RUN --export {folder}`")
     tasks = list(dict.fromkeys(r["task"] for r in results))
     parts = [_section(task, [r for r in results if r["task"] == task]) for task in sorted(tasks)]
-    return "\n".join([OPENING, *parts, *([_speed(benches)] if benches else []), _machines(results)])
+    notes = NOTES if (out.parent / "NOTES.md").exists() else ""
+    opening = OPENING.format(folder=folder, out=out) + notes
+    return "\n".join([opening, *parts, *([_speed(benches)] if benches else []), _machines(results)])
 
 
 def holds_results(folder: str | Path) -> bool:
@@ -163,7 +189,7 @@ def _section(task: str, results: Sequence[dict[str, Any]]) -> str:
     ]
     for result in sorted(results, key=lambda r: (str(r["system"]), str(r["row"]), r["name"])):
         asked = sorted(result["scores"], key=lambda score: -float(score["settings"].get("target", 0)))
-        lines += [_row(result, score) for score in asked]
+        lines += [_row(result, score) for score in asked] or [_unscored(result)]
     kinds = {score["kind"] for r in results for score in r["scores"]}
     for p in published([task]):
         known = told_as(p, task, *kinds) if len(kinds) == 1 else None
@@ -171,33 +197,44 @@ def _section(task: str, results: Sequence[dict[str, Any]]) -> str:
             mean, spread = known
             told = number(mean) if spread is None else f"{mean:.4g} ± {spread:.4g}"
             lines.append(f"| *published:* {p.name} | {protocol(p, kinds)} | {told} | | | | | | |")
-    lines += ["", "```", *dict.fromkeys(str(r["command"]) for r in results), "```"]
+    commands = dict.fromkeys(str(r["command"]) for r in results if not str(r["command"] or "-").startswith("-"))
+    lines += ["", *(["```", *commands, "```"] if commands else [])]  # `python -` and `python -c` leave no command
     lines += [f"- {r['name']}: {r['note']}" for r in results if r.get("note")]
     return "\n".join(lines) + "\n"
+
+
+def _settings(result: dict[str, Any]) -> str:
+    preset = [f"preset {result['preset']}"] if result.get("preset") else []
+    shown = {k: v for k, v in result["settings"].items() if k not in ("final_episodes", "eval_every")}
+    return ", ".join(preset + [f"`{k} {_plain(v)}`" for k, v in shown.items()])
+
+
+def _cost(result: dict[str, Any]) -> list[str]:
+    machine = result.get("machine") or {}
+    where = f"{machine.get('cores', '?')} cores" if machine.get("device") == "cpu" else str(machine.get("device", "?"))
+    return [duration(result["seconds"]), where, result["file"]]
+
+
+def _unscored(result: dict[str, Any]) -> str:
+    cut = "" if result["status"] == "finished" else f" ({result['status']})"
+    cells = [result["row"], _settings(result), f"not evaluated{cut}", "", "", "", *_cost(result)]
+    return f"| {' | '.join(cells)} |"
 
 
 def _row(result: dict[str, Any], score: dict[str, Any]) -> str:
     last, best = ([line["mean"] for line in score[which]] for which in ("last", "best"))
     low, high = stats.bootstrap_interval([[v] for v in last]) if len(last) > 1 else (np.nan, np.nan)
-    settings = [
-        f"`{k} {_plain(v)}`" for k, v in result["settings"].items() if k not in ("final_episodes", "eval_every")
-    ]
-    preset = [f"preset {result['preset']}"] if result.get("preset") else []
-    machine = result.get("machine") or {}
-    where = f"{machine.get('cores', '?')} cores" if machine.get("device") == "cpu" else str(machine.get("device", "?"))
     reached = min(line["step"] for line in score["last"])
     cut = "" if result["status"] == "finished" else f" (step {reached:,}, {result['status']})"
     game = f" (game score {np.mean([line['return'] for line in score['last']]):.4g})" if _plays_atari(score) else ""
     cells = [
         ", ".join([result["row"], *(f"{k} {_plain(v)}" for k, v in score["settings"].items())]),
-        ", ".join(preset + settings),
+        _settings(result),
         f"**{_mean(last)}**" + ("" if score["kind"] == "normalised" else " (return)") + game + cut,
         _mean(best),
         f"{float(stats.iqm(last)):.1f}" + ("" if np.isnan(low) else f" [{low:.1f}, {high:.1f}]"),
         f"{len(last)} x {span([line['episodes'] for line in score['last']], 'episode').split(' episode')[0]}",
-        duration(result["seconds"]),
-        where,
-        f"[{result['file']}](results/{result['file']})",
+        *_cost(result),
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -13,7 +13,7 @@ import numpy as np
 from replaylab import stats
 from replaylab.errors import UsageError
 from replaylab.published import canonical, dataset_name
-from replaylab.results import Evaluations, Run, finite, read_runs, text
+from replaylab.results import UNREADABLE, Evaluations, Run, finite, read_runs, text
 from replaylab.results import compare as differences
 from replaylab.sweep.plan import Cell
 from replaylab.sweep.queue import Queue
@@ -66,12 +66,20 @@ class Entry:
 
 
 @dataclass
+class Unscored:
+    """One system under one setting on one dataset that has no evaluation."""
+
+    status: str
+    runs: list[Run]  # that can be read
+
+
+@dataclass
 class Comparison:
     name: str
     entries: list[Entry]
     runs: list[Run]
     unfinished: dict[str, str] = field(default_factory=dict)  # cell -> why
-    unscored: dict[Name, str] = field(default_factory=dict)  # what has no evaluation -> its status
+    unscored: dict[Name, Unscored] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[str]:
@@ -81,20 +89,23 @@ class Comparison:
 
     @property
     def tasks(self) -> list[str]:
-        return list(dict.fromkeys(e.task for e in self.entries))
+        tasks = list(dict.fromkeys(e.task for e in self.entries))
+        missing = dict.fromkeys(task for _, task, _ in self.unscored)
+        return tasks + [task for task in missing if not any(_in(shown, task) for shown in tasks)]
 
     def at(self, row: str, task: str) -> Entry | None:
         return next((e for e in self.entries if e.row == row and e.task == task), None)
 
     def instead(self, row: str, task: str) -> str:
         """What to show where there is no score: what became of it."""
-        found = [state for (r, t, _), state in self.unscored.items() if t == task and _of(row, r)]
-        return "–" if found in ([], ["finished"]) else found[0]
+        found = [u.status for (r, t, _), u in self.unscored.items() if _in(task, t) and _of(row, r)]
+        return found[0] if found else "–"
 
     def complete(self) -> tuple[list[str], list[str], list[str]]:
         """(rows, tasks, rows left out) for aggregates: only normalised scores, only rows that have every task. Where no
         row has them all, the tasks are those of the row that most others can be held against."""
-        tasks = [t for t in self.tasks if all(e.normalized for e in self.entries if e.task == t)]
+        scored = dict.fromkeys(e.task for e in self.entries)
+        tasks = [t for t in scored if all(e.normalized for e in self.entries if e.task == t)]
 
         def with_all(wanted: list[str]) -> list[str]:
             return [row for row in self.rows if wanted and all(self.at(row, task) for task in wanted)]
@@ -111,25 +122,39 @@ def _of(shown: str, row: str) -> bool:
     return shown == row or shown.startswith(f"{row}, ")
 
 
+def _in(shown: str, task: str) -> bool:
+    """Whether a dataset is shown under this name: its own, or its own with an environment."""
+    return shown == task or shown.startswith(f"{task} in ")
+
+
 def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
     """Read a sweep's folder, or run folders."""
     paths = [Path(runs)] if isinstance(runs, (str, Path)) else [Path(p) for p in runs]
     cells, states, why = read_sweep(paths[0]) if len(paths) == 1 else ({}, {}, {})
     found = read_runs(paths)
+    broken = [run for run in found if run.info.get("status") == UNREADABLE]
+    states |= {run.path.name: UNREADABLE for run in broken}
+    why |= {run.name: run.notes[0] for run in broken}
     names = names_of(found, cells)
     status = _status(found, names, cells, states)
+    played: dict[str, set[str]] = {}  # dataset -> environments
+    for run in found:
+        played.setdefault(names[run.path][1], set()).update(_game(group.env) for group in run.evaluations)
     entries: dict[tuple[str, str], Entry] = {}
     for run in found:
         row, task, system = names[run.path]
         for group, label in zip(run.evaluations, labels(run.evaluations), strict=True):
-            others = {g.env for g in run.evaluations}
-            where = task if len(others) == 1 else f"{task} in {group.env}"
+            where = task if len(played[task]) == 1 else f"{task} in {_game(group.env)}"
             key = (f"{row}, {label}" if label else row, where)
             entry = entries.setdefault(key, Entry(key[0], system, where, group.env, group.normalized))
             entry.status = status[row, task, system]
             _add(entry, group, run)
     scored = {names[run.path] for run in found if run.evaluations}
-    unscored = {name: known for name, known in status.items() if name not in scored}
+    unscored = {
+        name: Unscored(known, [run for run in found if names[run.path] == name and run not in broken])
+        for name, known in status.items()
+        if name not in scored
+    }
     title = paths[0].resolve().name if len(paths) == 1 else "runs"
     return Comparison(title, list(entries.values()), found, why, unscored)
 
@@ -180,9 +205,13 @@ def task_of(run: Run, full: bool = False) -> str:
     """What a run was trained on, by its usual name, or by its own in full."""
     data = run.config.get("data")
     paths = [text(p) for p in (data if isinstance(data, list) else [data] if data else [])]
-    env = text(run.config.get("env") or "unknown").replace("atari-rgb/", "atari/")  # the same game, otherwise shown
+    env = _game(text(run.config.get("env") or "unknown"))
     names = [dataset_name(p) for p in paths]
     return "+".join(names if full else map(canonical, names)) or canonical(env)
+
+
+def _game(env: str) -> str:
+    return env.replace("atari-rgb/", "atari/")  # the same game, otherwise shown
 
 
 def labels(groups: Sequence[Evaluations]) -> list[str]:

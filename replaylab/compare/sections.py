@@ -11,8 +11,8 @@ import numpy as np
 
 from replaylab import charts, stats
 from replaylab.compare.gather import Comparison, Entry, hours
-from replaylab.compare.tables import amount, neighbours, protocols, published_cells, remark, score, span
-from replaylab.page import Html, details, duration, escape, grid, number, table, warning_list
+from replaylab.compare.tables import amount, neighbours, no_scores, protocols, published_cells, remark, score
+from replaylab.page import Html, count, details, duration, escape, grid, number, span, table, warning_list
 from replaylab.published import Published
 from replaylab.results import Run, finite, text
 
@@ -43,7 +43,7 @@ def note(words: str) -> Html:
 
 def _scores(found: Comparison) -> Html:
     if not found.entries:
-        parts = [charts.nothing("No evaluation has finished yet.")]
+        parts = [charts.nothing(no_scores(found)), table(["", *found.tasks], _rows(found, "last"))]
     else:
         ours, others = neighbours(found, ours=True), neighbours(found, ours=False)
         parts = [
@@ -65,8 +65,9 @@ def _scores(found: Comparison) -> Html:
         if others:
             more = table(["", *found.tasks], _published(found, others)) + _protocols(found, others)
             parts.append(details("What others have published on these tasks", Html(more)))
-    parts.append(warning_list([f"{name}: {why}" for name, why in found.unfinished.items()]))
-    parts.append(warning_list([f"{run.name}: {line}" for run in found.runs for line in run.notes]))
+    told = [f"{name}: {why}" for name, why in found.unfinished.items()]
+    told += [f"{run.name}: {line}" for run in found.runs for line in run.notes]
+    parts.append(warning_list(list(dict.fromkeys(told))))
     return Html("".join(parts))
 
 
@@ -104,7 +105,7 @@ def _over_all(
     found: Comparison, rows: Sequence[str], tasks: Sequence[str], left_out: Sequence[str], here: Sequence[Entry]
 ) -> Html:
     scores = {row: [found.at(row, task).seed_means() for task in tasks] for row in rows}  # type: ignore[union-attr]
-    told = f"{len(tasks)} task{'s' if len(tasks) != 1 else ''}, {amount(here)}"
+    told = f"{count(len(tasks), 'task')}, {amount(here)}"
     pictures = []
     for kind, (title, meaning) in AGGREGATES.items():
         values, low, high = zip(*(stats.aggregate(scores[row], kind) for row in rows), strict=True)
@@ -202,8 +203,8 @@ def _cost(found: Comparison, out: Path) -> Html:
         lines.append(_cost_row(run, spent, gpu, out))
     head = ["Run", "Time", "GPU hours", "Device", "Seeds", "Steps", "Parameters", "Status", "Finished"]
     told = note(
-        f"{len(found.runs)} runs, {duration(3600 * total)} in all, {number(on_gpu)} GPU hours. A run's time holds its "
-        f"training and its evaluations; processes that shared a GPU count their own hours each."
+        f"{count(len(found.runs), 'run')}, {duration(3600 * total)} in all, {number(on_gpu)} GPU hours. A run's time "
+        f"holds its training and its evaluations; processes that shared a GPU count their own hours each."
     )
     return Html(table(head, lines) + told)
 

@@ -8,18 +8,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from replaylab.compare.gather import Comparison, Entry, hours
-from replaylab.page import aligned, count, number
+from replaylab.page import number, plus_minus, span
 from replaylab.published import Published, canonical, published
+from replaylab.results import Run, why_unscored
 from replaylab.scores import reference
 
 COLUMNS = (
     "row", "system", "task", "env", "status", "step", "score", "mean", "error", "error_is", "iqm", "iqm_low",
     "iqm_high", "seeds", "episodes", "best_mean", "best_error", "hours", "gpu_hours", "published", "protocol",
 )  # fmt: skip
-
-
-def plus_minus(mean: float, error: float | None) -> str:
-    return number(mean) if error is None else " ± ".join(aligned([mean, error], error))
 
 
 def score(entry: Entry, which: str = "last") -> str:
@@ -32,15 +29,8 @@ def remark(entry: Entry, which: str = "last") -> str:
     return f"step {entry.step(which):,}, {entry.status}" if entry.status != "finished" else ""
 
 
-def span(values: Iterable[int], noun: str) -> str:
-    low, high = min(values := list(values)), max(values)
-    return count(low, noun) if low == high else f"{low:,} to {count(high, noun)}"
-
-
 def amount(entries: Sequence[Entry], which: str = "last") -> str:
     """Seeds and episodes behind a table or a picture."""
-    if not entries:
-        return "nothing evaluated"
     episodes = [len(scores) for e in entries for _, scores in getattr(e, which).values()]
     return f"{span([len(e.last) for e in entries], 'seed')}, {span(episodes, 'episode')} a seed"
 
@@ -91,13 +81,20 @@ def published_cells(found: Comparison, other: Published) -> list[str]:
     return ["–" if s is None else number(s[0]) if s[1] is None else f"{s[0]:.4g} ± {s[1]:.4g}" for s in scores]
 
 
+def no_scores(found: Comparison) -> str:
+    return why_unscored(run.config.get("env") for run in found.runs)
+
+
 def markdown(found: Comparison) -> str:
     lines = _grid(found, "last")
+    unfinished = [f"Not finished: {name} ({why})." for name, why in found.unfinished.items()]
+    if not found.entries:
+        return "\n".join([*lines, "", no_scores(found), *unfinished]) + "\n"
     others = neighbours(found, ours=True) + neighbours(found, ours=False)
     lines += [f"| *published:* {p.name} | {' | '.join(published_cells(found, p))} |" for p in others]
     error = "mean ± standard error over seeds (of one seed: over episodes)"
     lines += ["", f"{_kinds(found)} of the last checkpoint, {error}; {amount(found.entries)}."]
-    lines += [f"Not finished: {name} ({why})." for name, why in found.unfinished.items()]
+    lines += unfinished
     lines += [f"- published, {line}." for line in protocols(found, others)]
     told = f"optimistic, as chosen with the evaluations it is judged by; {amount(found.entries, 'best')}"
     lines += ["", f"Best checkpoint of each seed ({told}):", "", *_grid(found, "best")]
@@ -128,8 +125,9 @@ def to_csv(found: Comparison) -> str:
     writer.writeheader()
     for entry in found.entries:
         writer.writerow(_csv_row(entry))
-    for (row, task, system), status in found.unscored.items():
-        writer.writerow({"row": row, "system": system, "task": task, "status": status})
+    for (row, task, system), unscored in found.unscored.items():
+        line = {"row": row, "system": system, "task": task, "status": unscored.status}
+        writer.writerow(line | (_progress(unscored.runs) if unscored.runs else {}))
     for p in neighbours(found, ours=True) + neighbours(found, ours=False):
         for task in found.tasks:
             known = _same(found, p, task)
@@ -143,14 +141,26 @@ def to_csv(found: Comparison) -> str:
 
 def _csv_row(entry: Entry) -> dict[str, Any]:
     last, best = entry.summary(), entry.summary("best")
-    spent = [hours(run) for run in {run.path: run for run in entry.runs}.values()]
-    total = sum(h for h, _ in spent if h is not None)
     return {
         "row": entry.row, "system": entry.system, "task": entry.task, "env": entry.env, "status": entry.status,
         "step": entry.step(), "score": entry.kind,
         "mean": last["mean"], "error": last["error"], "error_is": f"standard error over {last['unit']}s",
         "iqm": last["iqm"], "iqm_low": last["low"], "iqm_high": last["high"], "seeds": last["seeds"],
         "episodes": last["episodes"], "best_mean": best["mean"], "best_error": best["error"],
-        "hours": round(total, 5), "gpu_hours": round(sum(h for h, gpu in spent if gpu and h is not None), 5),
-        "published": "", "protocol": "",
+        **_hours(entry.runs), "published": "", "protocol": "",
+    }  # fmt: skip
+
+
+def _hours(runs: Sequence[Run]) -> dict[str, float]:
+    spent = [hours(run) for run in {run.path: run for run in runs}.values()]
+    known = [(h, gpu) for h, gpu in spent if h is not None]
+    return {"hours": round(sum(h for h, _ in known), 5), "gpu_hours": round(sum(h for h, gpu in known if gpu), 5)}
+
+
+def _progress(runs: Sequence[Run]) -> dict[str, Any]:
+    """What is known of runs that were not evaluated."""
+    steps = [run.step for run in runs if run.step is not None]
+    seeds = [run.config.get("seeds") for run in runs]
+    return {
+        "step": min(steps, default=None), "seeds": sum(len(s) for s in seeds if isinstance(s, list)), **_hours(runs)
     }  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,6 +36,7 @@ def sparsify(episodes: Episodes, recipe: str, *, seed: int = 0, **params: Any) -
         if name not in known:
             raise UsageError(f"{recipe}: unknown parameter '{name}'{nearest(name, known)}")
     _check_continuous(episodes, recipe)
+    check_seed(seed)
     inside, removed, used = choose(episodes, np.random.default_rng(seed), **params)
     if removed.all():
         raise UsageError(f"{recipe} removes all {len(episodes)} rows: make the region smaller")
@@ -44,7 +45,7 @@ def sparsify(episodes: Episodes, recipe: str, *, seed: int = 0, **params: Any) -
     found = []
     if not removed.any():  # the user would go on with undamaged data
         found = [f"{recipe} removed nothing: {inside.sum()} of {len(episodes)} rows lie in its region"]
-        warnings.warn(found[0], stacklevel=2)
+        print(f"note: {found[0]}", file=sys.stderr)
     return _recorded(keep_rows(episodes, ~removed), record, found)
 
 
@@ -62,6 +63,7 @@ def corrupt(
         raise UsageError(f"distance must be a number and scale one from 0 up, not {distance} and {scale}")
     if not 1 <= episodes_count <= episodes.num_episodes:
         raise UsageError(f"cannot pick {episodes_count} episodes: the data has {episodes.num_episodes}")
+    check_seed(seed)
     rng = np.random.default_rng(seed)
     picked = np.sort(rng.choice(episodes.num_episodes, episodes_count, replace=False))
     clean = episodes.select(picked)
@@ -82,6 +84,11 @@ def corrupt(
     both = replace(concatenate(halves), meta=episodes.meta, attachments=episodes.attachments)
     record = {"recipe": "corrupt", "seed": seed, "params": {"distance": distance, "scale": scale}}
     return _recorded(both, record | {"episodes": picked.tolist(), "rows": len(clean)}, [])
+
+
+def check_seed(seed: int) -> None:
+    if seed < 0:
+        raise UsageError(f"seed must be at least 0, not {seed}")
 
 
 def keep_rows(episodes: Episodes, keep: np.ndarray) -> Episodes:

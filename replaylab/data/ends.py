@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from replaylab.data.columns import pieces
 from replaylab.errors import DataError
+
+FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def more_ends(
@@ -14,7 +17,7 @@ def more_ends(
     if split == "discontinuity":
         guessed = jumps(observations, actions) & ~ends
         ends = ends | guessed
-        notes.append(f"{guessed.sum()} episode ends were guessed where the observation jumps")
+        notes.append(f"episode ends that were guessed, where the observation jumps: {guessed.sum()}")
     elif split != "flags":
         raise DataError(f"split must be 'flags' or 'discontinuity', not '{split}'")
     if limit is not None:
@@ -72,6 +75,16 @@ def as_numbers(name: str, values: np.ndarray, rows: int) -> np.ndarray:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
+def refuse_huge(name: str, values: np.ndarray) -> None:
+    """Everything is learnt in float32, where a finite number beyond its range would become infinity."""
+    if values.dtype != np.float64:
+        return
+    for part in pieces(values):
+        largest = np.abs(part, where=np.isfinite(part), out=np.zeros(part.shape)).max()
+        if largest > FLOAT32:
+            raise DataError(f"{name} reach {largest:.2g}, which float32 cannot hold")
+
+
 def as_flags(name: str, flags: np.ndarray | None, rows: int) -> np.ndarray:
     """(rows,) bool of anything that holds one 0 or 1 a row; none at all is all false."""
     if flags is None:
@@ -85,14 +98,21 @@ def as_flags(name: str, flags: np.ndarray | None, rows: int) -> np.ndarray:
     return flags.astype(bool)
 
 
-def id_changes(ids: np.ndarray, rows: int) -> np.ndarray:
+def id_changes(ids: np.ndarray, rows: int, notes: list[str]) -> np.ndarray:
     """(rows,) whether the next row belongs to another episode."""
     ids = np.asarray(ids).reshape(-1)
     if len(ids) != rows:
         raise DataError(f"episode has {len(ids)} entries, rewards has {rows}")
     if ids.dtype.kind == "f" and np.isnan(ids).any():
         raise DataError(f"episode holds NaN in row {np.isnan(ids).argmax() + 1}")
-    return np.append(ids[1:] != ids[:-1], True)
+    changes = np.append(ids[1:] != ids[:-1], True)
+    again = int(changes.sum()) - len(np.unique(ids))
+    if again:
+        notes.append(
+            f"ids of episodes come back after other ids ({again} x), and each time begin a new episode: "
+            "rows must be sorted by episode"
+        )
+    return changes
 
 
 def limit_reached(ends: np.ndarray, limit: int) -> np.ndarray:

@@ -106,6 +106,18 @@ class Episodes:
         """(rows,) steps since the episode began."""
         return np.arange(len(self)) - np.repeat(self.offsets[:-1], self.lengths)
 
+    @property
+    def next_known(self) -> np.ndarray:
+        """(rows,) whether the log tells what followed a row. Whoever learns to foretell that needs these rows alone."""
+        known = np.ones(len(self), bool)
+        known[self.last_rows] = self.final_known
+        return known
+
+    @property
+    def backup_known(self) -> np.ndarray:
+        """(rows,) whether r + gamma (1 - terminated) V(s') is known: after a terminated row there is no s' to know."""
+        return self.next_known | self.terminated
+
     # --- what the columns are
 
     @property
@@ -190,8 +202,13 @@ class Episodes:
             }
 
     def select(self, episodes: Sequence[int] | np.ndarray) -> Episodes:
-        """The named episodes, in the order given."""
-        episodes = np.asarray(episodes, np.int64)
+        """The numbered episodes, in the order given; or those where a mask of all episodes is true."""
+        episodes = np.asarray(episodes)
+        if episodes.dtype == bool:
+            if episodes.shape != (self.num_episodes,):
+                raise DataError(f"a mask of shape {episodes.shape} cannot select from {self.num_episodes} episodes")
+            episodes = np.flatnonzero(episodes)
+        episodes = episodes.astype(np.int64)
         if len(episodes) == 0:
             raise DataError("no episodes selected")
         lengths = self.lengths[episodes]
@@ -316,7 +333,7 @@ def from_rows(
     terminated, truncated = as_flags("terminated", terminated, rows), as_flags("truncated", truncated, rows)
     ends = terminated | truncated
     if episode is not None:
-        ends |= id_changes(episode, rows)
+        ends |= id_changes(episode, rows, notes)
     gaps = np.zeros(rows, bool)
     if next_observations is not None:
         next_observations = as_observations("next_observations", next_observations, rows)
@@ -330,7 +347,7 @@ def from_rows(
         gaps &= ~marked
     if gaps.any():
         notes.append(
-            f"{gaps.sum()} rows are not followed by their next_observation and end an episode there: "
+            f"rows that are not followed by their next_observation, and so end an episode: {gaps.sum()}; "
             "boundaries were not marked, or rows are missing"
         )
     last = np.flatnonzero(ends)

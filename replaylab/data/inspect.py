@@ -19,6 +19,7 @@ from replaylab.data.columns import Columns, column_statistics, pieces, plain_num
 from replaylab.data.episodes import Episodes, _same_rows
 from replaylab.page import Html, count, details, facts, grid, number, page, size_of, table, warning_list, write_page
 
+HUGE = float(np.sqrt(np.finfo(np.float32).max))  # losses are squares, in float32
 LISTED = 64  # columns described one by one; beyond that (pixels) only together
 QUANTILES = {"5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95}
 
@@ -155,7 +156,14 @@ def _number_warnings(episodes: Episodes, observations: Columns, actions: Columns
             if counts.any():
                 names = _names(kind, array.shape[1:])
                 worst = [f"{names[i]} ({int(counts[i]):,})" for i in np.argsort(-counts, kind="stable") if counts[i]]
-                found.append(f"{int(counts.sum()):,} values are {what}: {_some(worst)}")
+                total = int(counts.sum())
+                found.append(f"{count(total, 'value')} {'is' if total == 1 else 'are'} {what}: {_some(worst)}")
+    for kind, array, columns in measured[:3]:
+        largest = np.where(columns.finite > 0, np.maximum(np.abs(columns.low), np.abs(columns.high)), 0)
+        if (huge := np.flatnonzero(largest > HUGE)).size:
+            names = _names(kind, array.shape[1:])
+            why = f"the square of {largest.max():.2g} overflows float32; scale it down before you train"
+            found.append(f"huge: {_some([names[i] for i in huge])}: {why}")
     for kind, array, columns in measured[:2]:
         constant = np.flatnonzero(columns.low == columns.high)
         # parts of a picture that never change are normal; a picture that never changes is not
@@ -211,7 +219,7 @@ def _action_warnings(episodes: Episodes, action: dict[str, Any]) -> list[str]:
         if action["whole"] and episodes.actions.dtype.kind == "f":
             found.append("actions are floating but all whole numbers: if they are choices, store them as integers")
         if action["outside"]:
-            found.append(f"{action['outside']:,} action values lie outside the declared bounds")
+            found.append(f"action values outside the declared bounds: {action['outside']:,}")
         return found
     if action["min"] < 0:
         return ["action ids below 0: discrete actions count from 0"]
@@ -256,7 +264,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("source", ", ".join(map(str, source)) if isinstance(source, list) else source),
         ("environment", summary["env_id"]),
         ("licence", summary["licence"]),
-        ("size", f"{summary['steps']:,} steps in {count(summary['episodes'], 'episode')}, {size_of(summary['bytes'])}"),
+        ("size", f"{_size(summary)}, {size_of(summary['bytes'])}"),
         ("ends", f"{summary['terminated']:,} terminated, {summary['truncated']:,} truncated"),
         ("observations", f"{_shape(observation)} {observation['dtype']}"),
         ("actions", _action_fact(action)),
@@ -264,6 +272,10 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("normalised", f"the mean return is {score['mean']:.1f} (0 random, 100 expert)" if score else None),
     ]
     return [(name, str(value)) for name, value in pairs if value]
+
+
+def _size(summary: dict[str, Any]) -> str:
+    return f"{count(summary['steps'], 'step')} in {count(summary['episodes'], 'episode')}"
 
 
 def _shape(described: dict[str, Any]) -> str:
@@ -329,8 +341,7 @@ def plot(episodes: Episodes, path: str | Path, title: str | None = None) -> Path
         ("Action support", _action_html(episodes, summary["action"], rows)),
         ("States", _state_html(episodes)),
     ]
-    subtitle = f"{summary['steps']:,} steps in {count(summary['episodes'], 'episode')}"
-    return write_page(path, page(title, subtitle, sections))
+    return write_page(path, page(title, _size(summary), sections))
 
 
 def _spread(total: int, most: int) -> np.ndarray:

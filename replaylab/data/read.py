@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from replaylab.data.ends import refuse_huge
 from replaylab.data.episodes import Episodes, concatenate
 from replaylab.data.formats import FORMATS, SUFFIXES
 from replaylab.data.formats.common import Options, check_columns, parse_columns
@@ -55,13 +56,26 @@ def load(
     if format is not None and format not in FORMATS:
         raise UsageError(f"no format '{format}'{nearest(format, FORMATS)}")
     options = Options(check_columns(columns), max_episode_steps, split)
-    paths = [path_or_paths] if isinstance(path_or_paths, str | Path) else list(path_or_paths)
-    if not paths:
-        raise DataError("no files given")
+    paths = as_paths(path_or_paths)
     for key in part:
         if key not in PART:
             raise UsageError(f"load takes no '{key}'{nearest(key, PART)}")
-    return concatenate([_load_one(path, format, options, part) for path in paths])
+    parts = [_load_one(path, format, options, part) for path in paths]
+    if len(parts) > 1:  # whose note is it?
+        for i, (path, log) in enumerate(zip(paths, parts, strict=True)):
+            notes = [f"{path}: {note}" for note in log.meta.get("notes", [])]
+            parts[i] = replace(log, meta=log.meta | {"notes": notes})
+    return concatenate(parts)
+
+
+def as_paths(data: Any) -> list[str | Path]:
+    """The one path or the several that name logs; what is no path is refused."""
+    paths = list(data) if isinstance(data, Iterable) and not isinstance(data, str) else [data]
+    if not paths:
+        raise DataError("no files given")
+    if not all(isinstance(path, str | Path) for path in paths):
+        raise UsageError(f"data is a path or a list of paths, not {type(data).__name__}; arrays: replaylab.from_rows")
+    return paths
 
 
 def _load_one(given: str | Path, format: str | None, options: Options, part: Mapping[str, int | None]) -> Episodes:
@@ -76,6 +90,10 @@ def _load_one(given: str | Path, format: str | None, options: Options, part: Map
             raise UsageError(f"only a DQN-replay log can be read in part, this is {name}")
         episodes = FORMATS[name].read(path, options, **part)
         _check_meta(episodes)
+        for column in ("observations", "actions", "rewards", "final_observations"):
+            values = getattr(episodes, column)
+            if not isinstance(values, np.memmap):  # a store opens at once; whoever learns from it looks
+                refuse_huge(column, values)
     except MissingExtra:
         raise
     except ReplaylabError as error:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replaylab.data.ends import refuse_huge
 from replaylab.data.episodes import Episodes
 from replaylab.errors import DataError
 
@@ -106,12 +107,14 @@ def _refuse_nonfinite(episodes: Episodes) -> None:
                 raise DataError(
                     f"{name} holds NaN or infinity: see `replaylab data info`; clean the log before training"
                 )
+        refuse_huge(name, column)
 
 
 class Transitions:
     """Uniform draws of (observation, action[, reward, next_observation, terminated]) rows.
 
-    With `next_observations`, rows whose successor the log does not tell are never drawn.
+    With `next_observations`, rows whose successor the log does not tell are never drawn, but for terminated ones: their
+    next observation is a stand-in, of which a value is multiplied by zero.
     """
 
     def __init__(
@@ -122,10 +125,8 @@ class Transitions:
         episodes = store.episodes
         self.rows: Tensor | None = None
         self.population = len(episodes)
-        if self.next and not episodes.final_known.all():
-            usable = np.ones(len(episodes), bool)
-            usable[episodes.last_rows[~episodes.final_known]] = False
-            self.rows = torch.as_tensor(np.flatnonzero(usable), device=store.device)
+        if self.next and not episodes.backup_known.all():
+            self.rows = torch.as_tensor(np.flatnonzero(episodes.backup_known), device=store.device)
             self.population = len(self.rows)
             if self.population == 0:
                 raise DataError("the log tells no next observation, so there is no transition to learn from")
@@ -147,6 +148,14 @@ class Transitions:
             batch["terminated"] = self.store.terminated[rows]
             batch["next_observations"] = self.store.next_observations(rows)
         return batch
+
+
+def left_out(episodes: Episodes, learner: str) -> list[str]:
+    """A note where `learner`, which foretells next observations, has to leave rows out."""
+    unknown = int((~episodes.next_known).sum())
+    if not unknown:
+        return []
+    return [f"{learner}: {unknown:,} of {len(episodes):,} rows left out, as the log does not tell what followed them"]
 
 
 class Pair:
@@ -185,15 +194,23 @@ class Later:
 class Windows:
     """Draws of `length` consecutive steps of one episode, padded on the right where the episode ends before.
 
-    A draw is the window's first row, uniform over all rows. `mask` is 1 where a step is real; padded slots hold
-    zeros. A causal model never looks to the right, so it needs the mask in its loss alone. Returns-to-go are those of
-    the whole episode. With `stack`, an observation is that many single frames; of a padded slot, the last real ones.
+    A draw is the window's first row, uniform over all rows; the share `starts` of a batch begins where an episode does.
+    `mask` is 1 where a step is real; padded slots hold zeros. A causal model never looks to the right, so it needs the
+    mask in its loss alone. Returns-to-go are those of the whole episode. With `stack`, an observation is that many
+    single frames; of a padded slot, the last real ones.
     """
 
     def __init__(
-        self, store: Store, seeds: Sequence[int], batch_size: int, length: int, stream: int = 0, stack: int = 1
+        self,
+        store: Store,
+        seeds: Sequence[int],
+        batch_size: int,
+        length: int,
+        stream: int = 0,
+        stack: int = 1,
+        starts: float = 0.0,
     ):
-        self.stack = stack
+        self.stack, self.starts = stack, round(starts * batch_size)
         self.store, self.seeds, self.batch_size, self.stream = store, list(seeds), batch_size, stream
         device, episodes = store.device, store.episodes
         self.timesteps = torch.as_tensor(episodes.timesteps, device=device)
@@ -210,7 +227,11 @@ class Windows:
     def draw(self, start: int, steps: int) -> np.ndarray:
         """(steps, seeds, batch) first rows."""
         parts = [draw(len(self.timesteps), (self.batch_size,), s, self.stream, start, steps) for s in self.seeds]
-        return np.stack(parts, axis=1)
+        found, first = np.stack(parts, axis=1), self.store.episodes.offsets[:-1]
+        if self.starts:
+            begun = [draw(len(first), (self.starts,), s, self.stream + 1, start, steps) for s in self.seeds]
+            found[..., : self.starts] = first[np.stack(begun, axis=1)]
+        return found
 
     def gather(self, index: Tensor) -> dict[str, Tensor]:  # (seeds, batch) -> (seeds, batch, length, ...)
         rows, last = index[..., None] + self.slots, self.last[self.store.episode_ids[index]][..., None]

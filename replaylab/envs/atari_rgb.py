@@ -17,7 +17,7 @@ emulates, so threads would gain nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -296,8 +296,3 @@ def make(env_id: str, **options: Any) -> AtariRgbEnv:
 
 def make_vec(env_id: str, num_envs: int, **options: Any) -> AtariRgbVectorEnv:
     return AtariRgbVectorEnv(env_id, num_envs, **options)
-
-
-def to_rgb(frames: np.ndarray | Sequence[Any]) -> np.ndarray:
-    """Palette indices (..., height, width) -> colours (..., height, width, 3)."""
-    return PALETTE[np.asarray(frames)]

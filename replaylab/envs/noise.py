@@ -37,10 +37,10 @@ class Noise:
     def __post_init__(self) -> None:
         for name in ("action", "transition"):
             scale, rate = getattr(self, f"{name}_scale"), getattr(self, f"{name}_rate")
-            if not scale >= 0:
-                raise UsageError(f"{name}_scale must not be negative, got {scale}")
+            if not 0 <= scale < np.inf:
+                raise UsageError(f"the scale of {name} noise must be at least 0, not {scale}")
             if not 0 <= rate <= 1:
-                raise UsageError(f"{name}_rate is a probability, got {rate}")
+                raise UsageError(f"the rate of {name} noise is a probability, not {rate}")
 
     def check(self, observation_space: gymnasium.Space, action_space: gymnasium.Space) -> None:
         for name, scale, space in (

@@ -18,7 +18,7 @@ from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Transitions, draw
 from replaylab.models.density import Density, join
 from replaylab.models.dynamics import Dynamics
-from replaylab.models.penalty import ensemble_penalty, penalty
+from replaylab.models.penalty import ensemble_penalty, linear, penalty
 from replaylab.models.termination import Termination
 
 WIDE = 5.0  # predictions may leave the data's range by so many times its width, not further
@@ -43,7 +43,8 @@ def unpack(rows: Tensor, observation: int) -> dict[str, Tensor]:
 
 
 class Logged:
-    """The log's transitions on the device; rows whose successor is unknown are left out."""
+    """The log's transitions on the device; rows whose successor is unknown are left out, but for terminated ones,
+    whose `following` is a stand-in."""
 
     def __init__(self, episodes: Episodes, device: torch.device):
         store = Store(episodes, device, resident=True)
@@ -139,27 +140,13 @@ class Penalties:
         log_prob = self.density.log_prob(columns.flatten(0, 1)).view(live.shape)
         below = log_prob < self.threshold
         if self.kind == "linear":  # its cap is a statistic of the batch: of each seed's own rows that are still going
-            return capped(self.threshold - log_prob, live), below
+            return linear(log_prob, self.threshold, live), below
         return penalty(self.kind, log_prob, self.threshold), below
 
     def by_ensemble(self, means: Tensor, deviations: Tensor) -> Tensor:  # (seeds, members, rows, columns)
         if self.uncertainty != "aleatoric":  # the others look at the states, not at the reward
             means, deviations = means[..., :-1], deviations[..., :-1]
         return torch.stack([ensemble_penalty(self.uncertainty, m, d) for m, d in zip(means, deviations, strict=True)])
-
-
-def capped(gap: Tensor, live: Tensor) -> Tensor:
-    """`penalty.linear` for each seed: clip(gap, 0, Q3 + 1.5 (Q3 - Q1)), quartiles over the live rows."""
-    ordered = torch.where(live, gap, torch.inf).sort(1).values
-    last = (live.sum(1, keepdim=True) - 1).clamp(min=0)
-
-    def quartile(share: float) -> Tensor:
-        place = share * last
-        below = place.floor().long()
-        return torch.lerp(ordered.gather(1, below), ordered.gather(1, torch.minimum(below + 1, last)), place - below)
-
-    low, high = quartile(0.25), quartile(0.75)
-    return torch.minimum(gap, high + 1.5 * (high - low)).clamp(min=0)
 
 
 class Imagination:

@@ -30,15 +30,21 @@ from replaylab.errors import UsageError, nearest
 CAP = 5.0  # of the exponential's exponent: beyond, the penalty would drown every reward
 
 
-def linear(log_prob: Tensor, threshold: Tensor | float) -> Tensor:
+def linear(log_prob: Tensor, threshold: Tensor | float, live: Tensor | None = None) -> Tensor:
+    """The quartiles are those of the last axis, of rows that are `live`, that is, whose rollout has not ended."""
     gap = threshold - log_prob
-    low, high = torch.quantile(gap[_spread(gap)], gap.new_tensor([0.25, 0.75]))
+    live = torch.ones_like(gap, dtype=torch.bool) if live is None else live
+    ordered = torch.where(live, gap, torch.inf).sort(-1).values
+    last = (live.sum(-1, keepdim=True) - 1).clamp(min=0)
+
+    def quartile(share: float) -> Tensor:  # torch.quantile knows no rows that do not count, and 16 million at most
+        place = share * last
+        below = place.floor().long()
+        above = torch.minimum(below + 1, last)
+        return torch.lerp(ordered.gather(-1, below), ordered.gather(-1, above), place - below)
+
+    low, high = quartile(0.25), quartile(0.75)
     return torch.minimum(gap, high + 1.5 * (high - low)).clamp(min=0)
-
-
-def _spread(gap: Tensor, most: int = 2**24) -> slice:
-    """torch.quantile takes 16 million values at most: beyond, every n-th."""
-    return slice(None, None, -(-len(gap) // most))
 
 
 def inverse(log_prob: Tensor, threshold: Tensor | float) -> Tensor:

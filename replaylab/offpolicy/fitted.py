@@ -69,8 +69,7 @@ class Log:
         for name, values in (("observations", states), ("actions", e.actions), ("rewards", e.rewards)):
             if not np.isfinite(values).all():
                 raise DataError(f"{name} holds NaN or infinity: see `replaylab data info`; clean the log first")
-        known = np.ones(len(e), bool)
-        known[e.last_rows[~e.final_known & ~e.terminated[e.last_rows]]] = False  # nothing follows a terminated row
+        known = e.backup_known
 
         def column(values: np.ndarray) -> Tensor:
             return torch.as_tensor(values, device=device)

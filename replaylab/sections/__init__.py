@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from replaylab import charts
 from replaylab.page import Html, escape
-from replaylab.results import Run, text
+from replaylab.results import BROKEN, Run, text
 from replaylab.sections.common import without_simulator
 
 
@@ -32,5 +32,5 @@ def _own(run: Run) -> list[tuple[str, Html]]:
         return []
     try:
         return importlib.import_module(name).sections(run)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a file may hold anything
+    except BROKEN:
         return [("Findings", charts.nothing("What the run found is not readable."))]

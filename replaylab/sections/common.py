@@ -9,7 +9,7 @@ import numpy as np
 
 from replaylab import charts
 from replaylab.page import Html, aligned, details, escape, grid, number, table, warning_list
-from replaylab.results import Run, finite, text
+from replaylab.results import BROKEN, Run, finite, text
 
 TITLE = "Without a simulator"
 FILE = "offpolicy.json"
@@ -23,7 +23,7 @@ def without_simulator(run: Run) -> list[tuple[str, Html]]:
         return []
     try:
         return [(TITLE, _body(json.loads(path.read_text(errors="replace"))))]
-    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
+    except (*BROKEN, OSError, RecursionError):
         return [(TITLE, charts.nothing(f"{FILE} is not readable: run `replaylab assess` again."))]
 
 
@@ -40,7 +40,7 @@ def _body(found: dict[str, Any]) -> Html:
     parts.append(Html("<h4>What cannot be known</h4>" + warning_list(limits)))
     amount = f"{number(found.get('episodes'))} episodes, {number(found.get('rows'))} rows"
     quick = ", a quick fit" if found.get("quick") is True else ""
-    parts.append(_note(f"{amount}; {_percent(found.get('seen'))} of the episodes were trained on{quick}."))
+    parts.append(_note(f"{amount}; {percent(found.get('seen'))} of the episodes were trained on{quick}."))
     return Html("".join(parts))
 
 
@@ -52,9 +52,9 @@ def _note(words: str) -> Html:
     return Html(f'<p class="note">{escape(words)}</p>')
 
 
-def _percent(value: Any) -> str:
-    known = finite(value)
-    return "–" if known is None else f"{number(100 * known)} %"
+def percent(share: Any) -> str:
+    known = finite(share)
+    return "–" if known is None else f"{100 * known:.1f} %"
 
 
 def _interval(row: dict[str, Any]) -> str:
@@ -137,7 +137,7 @@ def _support(support: dict[str, Any]) -> Html:
     rows = [("logged actions", support["data"])]
     rows += [(f"policy, seed {text(p.get('seed'))}", p) for p in _list(support.get("policies"))]
     cells = [
-        [name, number(r.get("median")), *(_percent(r.get(k)) for k in ("beyond_95", "beyond_99", "at_edge"))]
+        [name, number(r.get("median")), *(percent(r.get(k)) for k in ("beyond_95", "beyond_99", "at_edge"))]
         for name, r in rows
     ]
     head = ["", "Median distance", "Beyond the data's 95 %", "Beyond its 99 %", "At the box's edge"]
@@ -162,9 +162,9 @@ def _states(states: dict[str, Any]) -> Html:
     said = []
     if finite(states.get("held_out_beyond")) is not None:
         said.append(
-            f"{_percent(states['held_out_beyond'])} of the states here lie beyond where 95 % of training states do."
+            f"{percent(states['held_out_beyond'])} of the states here lie beyond where 95 % of training states do."
         )
-    imagined = [_percent(v) for v in _list(states.get("imagined_beyond"))]
+    imagined = [percent(v) for v in _list(states.get("imagined_beyond"))]
     if imagined:
         said.append(f"Of the states that the world model imagines for the policy: {', '.join(imagined)}.")
     return _note(" ".join(said))

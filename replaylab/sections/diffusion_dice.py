@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from replaylab import charts
 from replaylab.algos.diffusion_dice import ACTING
-from replaylab.page import Html, aligned, escape, grid, number, table
-from replaylab.results import Run, finite, rows_of, text
-from replaylab.sections.gormpo import BROKEN, ensemble
+from replaylab.page import Html, escape, grid, number, plus_minus, table
+from replaylab.results import BROKEN, Run, dictionary, finite, rows_of, text
+from replaylab.sections.gormpo import ensemble
 
 WAYS = ("data", "selection alone", "guidance alone", "both")
 GRID = ("guidance", "candidates")
@@ -20,20 +19,16 @@ GRID = ("guidance", "candidates")
 
 def sections(run: Run) -> list[tuple[str, Html]]:
     found: dict[str, Any] = {}
-    findings = _dict(run.info.get("findings"))
+    findings = dictionary(run.info.get("findings"))
     for part in findings.values():
-        found |= _dict(part)
+        found |= dictionary(part)
     parts = [
         ("One state, actions in the plane", _pictures(found)),
         ("Guidance and candidates", _sweep(run, finite(found.get("guidance")))),
         ("What the critic believes", _beliefs(run)),
-        ("Models of one step", _models(_dict(findings.get("dynamics")))),
+        ("Models of one step", _models(dictionary(findings.get("dynamics")))),
     ]
     return [(title, body) for title, body in parts if body]
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 # --- bandits
@@ -56,11 +51,11 @@ def _pictures(found: dict[str, Any]) -> Html:
     return Html(f"<p>{escape(note)}</p>{grid(figures)}") if figures else Html("")
 
 
-def picture(findings: dict[str, Any], titles: Iterable[str] = WAYS) -> str:
+def picture(findings: dict[str, Any]) -> str:
     """The same as one SVG file for the docs: a panel a way, dots for actions."""
     size, reach = 170, 1.7
     panels = []
-    for i, way in enumerate(titles):
+    for i, way in enumerate(WAYS):
         x, y, _ = (points(findings.get(way)) * size / (2 * reach)).T
         dots = "".join(f"M{a:.1f} {-b:.1f}h0" for a, b in zip(x, y, strict=True))
         middle = f"{i * (size + 10) + size / 2:.0f} {size / 2 + 24:.0f}"
@@ -114,8 +109,7 @@ def _cells(cells: dict[tuple, dict[str, Any]]) -> Html:
         if cell is None:
             return Html("–")
         shade = int(min((cell["mean"] - low) / span, 0.999) * charts.SHADES) if span > 0 else 0
-        error = cell["error"]
-        value = number(cell["mean"]) if error is None else " ± ".join(aligned([cell["mean"], error], error))
+        value = plus_minus(cell["mean"], cell["error"])
         return Html(f'{escape(value)} <span class="scale"><span><i class="v{shade}"></i></span></span>')
 
     head = ["guidance", *(f"{number(k)} candidate{'' if k == 1 else 's'}" for k in candidates)]

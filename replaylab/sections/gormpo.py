@@ -8,18 +8,17 @@ import numpy as np
 
 from replaylab import charts
 from replaylab.page import Html, facts, grid, number, table
-from replaylab.results import Run, finite
-
-BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # a file may hold anything
+from replaylab.results import BROKEN, Run, dictionary
+from replaylab.sections.common import percent
 
 
 def sections(run: Run) -> list[tuple[str, Html]]:
-    findings = _dict(run.info.get("findings"))
-    dynamics, policy = _dict(findings.get("dynamics")), _dict(findings.get("policy"))
+    findings = dictionary(run.info.get("findings"))
+    dynamics, policy = dictionary(findings.get("dynamics")), dictionary(findings.get("policy"))
     parts = [
         ("Dynamics ensemble", ensemble, dynamics),
-        ("Density", _density, _dict(dynamics.get("density") or policy.get("density"))),
-        ("Support of the policy", _support, _dict(policy.get("support"))),
+        ("Density", _density, dictionary(dynamics.get("density") or policy.get("density"))),
+        ("Support of the policy", _support, dictionary(policy.get("support"))),
     ]
     found = []
     for title, show, findings in parts:
@@ -32,12 +31,8 @@ def sections(run: Run) -> list[tuple[str, Html]]:
     return found
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def ensemble(found: dict[str, Any]) -> Html:
-    errors, elites, coverage = found["error"], found["elites"], _dict(found.get("coverage"))
+    errors, elites, coverage = found["error"], found["elites"], dictionary(found.get("coverage"))
     members = len(errors[0])
     head = ["Seed", *(f"Member {m}" for m in range(members)), "Guessing the mean", "Epochs"]
     rows = []
@@ -45,7 +40,7 @@ def ensemble(found: dict[str, Any]) -> Html:
         marks = ["*" if m in elites[i] else "" for m in range(members)]
         cells = [number(error) + mark for error, mark in zip(errors[i], marks, strict=True)]
         rows.append([seed, *cells, number(found["error_of_the_mean"][i]), found["epochs"][i]])
-    shares = [[seed, *(_percent(by_seed[i]) for by_seed in coverage.values())] for i, seed in enumerate(found["seeds"])]
+    shares = [[seed, *(percent(by_seed[i]) for by_seed in coverage.values())] for i, seed in enumerate(found["seeds"])]
     return Html(
         table(head, rows)
         + Html(
@@ -55,11 +50,6 @@ def ensemble(found: dict[str, Any]) -> Html:
         + table(["Seed", *(f"{number(p)} % intervals hold" for p in coverage)], shares)
         + Html('<p class="note">Held-out numbers inside the elites\' own intervals: calibration.</p>')
     )
-
-
-def _percent(share: Any) -> str:
-    known = finite(share)
-    return "–" if known is None else f"{100 * known:.1f} %"
 
 
 def _density(found: dict[str, Any]) -> Html:
@@ -93,7 +83,7 @@ def _support(found: dict[str, Any]) -> Html:
     far = np.quantile(np.abs(logged), 0.99) * 3
     shown = np.abs(both).max(1) <= far  # a few wild rows must not shrink the rest to a dot
     kind = np.repeat([0.0, 1.0], [len(logged), len(imagined)])
-    explained = [_percent(share) for share in found.get("explained") or [None, None]]
+    explained = [percent(share) for share in found.get("explained") or [None, None]]
     caption = (
         f"{len(logged):,} logged and {len(imagined):,} imagined (next state, action) rows on the data's two main axes; "
         f"{np.count_nonzero(~shown):,} lie outside the picture. A cell's colour is the share of imagined rows in it: "

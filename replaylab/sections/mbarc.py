@@ -10,9 +10,9 @@ import numpy as np
 
 from replaylab import charts
 from replaylab.page import Html, count, duration, escape, grid, number, table
-from replaylab.results import Run, finite
+from replaylab.results import BROKEN, Run, dictionary, finite
+from replaylab.sections.common import percent
 
-BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # a file may hold anything
 LARGEST_FILM = 20 << 20
 REWARDS = ("-1", "0", "+1")
 HELD_OUT = "held-out episodes, which never train world or reward model"
@@ -33,9 +33,7 @@ def sections(run: Run) -> list[tuple[str, Html]]:
 
 
 def _epochs(run: Run, phase: str) -> list[dict[str, Any]]:
-    found = run.info.get("findings")
-    found = found.get(phase) if isinstance(found, dict) else None
-    listed = found.get("epochs") if isinstance(found, dict) else None
+    listed = dictionary(dictionary(run.info.get("findings")).get(phase)).get("epochs")
     return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
 
 
@@ -109,13 +107,13 @@ def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -
     rows = []
     for i, name in enumerate(REWARDS):
         told, true = sum(row[i] for row in matrix), sum(matrix[i])
-        rates = [_percent(matrix[i][i], whole) for whole in (true, told)]
+        rates = [percent(matrix[i][i] / whole if whole else None) for whole in (true, told)]
         rows.append([name, *(f"{cell:,}" for cell in matrix[i]), *rates])
     strategy = escape(run.config.get("strategy"))
     episodes = f" of {count(len(last['episodes']), 'episode')}" if "episodes" in last else ""
     note = (
         f'<p class="note">Strategy {strategy}, epoch {epoch}: {count(int(last["steps"]), "frame")}{episodes}. '
-        f"Measured on {steps}. What a dream would have paid for them explains {_share(last.get('explained'))} of the "
+        f"Measured on {steps}. What a dream would have paid for them explains {percent(last.get('explained'))} of the "
         "variance of the real rewards; below 0 %, paying nothing would be nearer.</p>"
     )
     paid = charts.lines("Rewards explained", [_curve("", measured, "explained", 0)], x_label="epoch")
@@ -140,15 +138,6 @@ def _count(found: dict[str, Any], name: str) -> float:
 def _rates(label: str, measured: list[tuple[int, dict[str, Any]]], name: str, kind: str) -> charts.Series:
     values = [_number(found["classes"][name][kind]) for _, found in measured]
     return charts.Series(label, np.array([float(i) for i, _ in measured]), np.array(values))
-
-
-def _share(value: Any) -> str:
-    known = finite(value)
-    return "–" if known is None else f"{100 * known:.1f} %"
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "–"
 
 
 # --- real steps, seconds

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from replaylab.errors import UsageError, nearest
+from replaylab.page import count
 from replaylab.sweep.busy import Busy
 from replaylab.sweep.estimate import Watch, describe, estimate, finished_before, say
 from replaylab.sweep.local import run_local
 from replaylab.sweep.plan import Cell, Plan, read_plan
 from replaylab.sweep.queue import Queue
+from replaylab.trainer import Interrupted
 
 __all__ = ["Cell", "Outcome", "Plan", "read_plan", "run"]
 
@@ -73,18 +75,21 @@ def run(
     began = time.time()
     watch = Watch(plan.name, queue, plan.cells, {name: guess[0] for name, guess in guesses.items()}, workers)
     busy = None
-    if on == "ray":
-        from replaylab.sweep.cluster import run_ray
+    try:
+        if on == "ray":
+            from replaylab.sweep.cluster import run_ray
 
-        run_ray(plan, queue, watch, began, **options)
-    else:
-        with Busy(queue.status / "gpu.txt", places) as gpus:
-            run_local(plan, queue, watch, places, began)
-        busy = gpus.share()
+            run_ray(plan, queue, watch, began, **options)
+        else:
+            with Busy(queue.status / "gpu.txt", places) as gpus:
+                run_local(plan, queue, watch, places, began)
+            busy = gpus.share()
+    except KeyboardInterrupt:
+        raise Interrupted("stopped: what ran is saved, run the same command again to go on") from None
     found = outcome(queue, plan.cells)
     said = "" if busy is None else f", GPU {busy:.0f} % busy"
     say(
-        f"{plan.name}: {len(found.finished)} of {found.cells} cells finished, {len(found.failed)} failed, "
+        f"{plan.name}: {len(found.finished)} of {count(found.cells, 'cell')} finished, {len(found.failed)} failed, "
         f"{len(found.left)} left, {time.time() - began:.0f} s{said}; compare them with: replaylab report {queue.folder}"
     )
     return found
@@ -104,8 +109,14 @@ def outcome(queue: Queue, cells: Sequence[Cell]) -> Outcome:
 
 
 def _known(device: str) -> str:
-    if device.split(":")[0] not in ("cpu", "cuda"):
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
         raise UsageError(f"unknown device '{device}': use cpu, cuda, or cuda:0 and so on")
+    seen = torch.cuda.device_count()
+    if kind == "cuda" and int(index or 0) >= seen:
+        raise UsageError(
+            f"device {device} was asked for, but torch sees {count(seen, 'GPU') if seen else 'no GPU'} here"
+        )
     return device
 
 

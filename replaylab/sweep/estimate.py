@@ -14,6 +14,7 @@ from typing import Any
 from replaylab.algos import system
 from replaylab.config import resolve
 from replaylab.errors import ReplaylabError
+from replaylab.page import count
 from replaylab.progress import Progress, duration
 from replaylab.run import RunFolder
 from replaylab.sweep.plan import Cell
@@ -70,9 +71,10 @@ def finished_before(folder: Path, results: Path, cuda: bool) -> list[dict[str, A
             if kept["status"] == "finished" and (kept["machine"]["device"] != "cpu") == cuda:
                 module = system(kept["system"])
                 preset = module.PRESETS.get(kept["preset"] or "", {})
-                config = vars(resolve([Options, module.Config], [("preset", preset), ("file", kept["settings"])])[1])
+                told = resolve([Options, module.Config], [("preset", preset), ("file", kept["settings"])])
                 about = {k: kept[k] for k in ("system", "preset", "seeds", "env")}
-                found.append(config | about | {"data": kept["data"]["paths"], "seconds": float(kept["seconds"])})
+                about |= {"data": kept["data"]["paths"], "seconds": float(kept["seconds"])}
+                found.append(vars(told[0]) | vars(told[1]) | about)
     for path in sorted(folder.parent.glob("*/*/run.json")):
         run = RunFolder(path.parent)
         with contextlib.suppress(ReplaylabError, AttributeError, TypeError, KeyError, ValueError):
@@ -98,7 +100,8 @@ def estimate(cell: Cell, before: Sequence[dict[str, Any]], cuda: bool) -> tuple[
         return exact[-1]["seconds"], "the same run before"
     mine = training_seconds(cell.system, config, len(cell.seeds), cuda)
     theirs = [(r["seconds"], training_seconds(cell.system, r, len(r.get("seeds") or [0]), cuda)) for r in alike]
-    scaled = sorted(seconds / n * mine for seconds, n in theirs if n and mine)
+    # of a much shorter run most is its start and its evaluations, which do not grow with the updates
+    scaled = sorted(seconds / n * mine for seconds, n in theirs if n and mine and n >= mine / 10)
     if scaled:
         return scaled[len(scaled) // 2], f"earlier runs of {cell.system}, scaled by updates"
     plain = training_seconds(cell.system, configured(replace(cell, settings={})), len(cell.seeds), cuda)
@@ -155,7 +158,7 @@ class Watch(Progress):
         failed = sum(self.queue.last_event(cell) == "failed" for cell in self.cells if cell not in self.left)
         share = self.done / self.total if self.total else 1.0
         bar = f"[{'#' * int(20 * share):20s}] " if self.live else ""
-        told = f"{self.label} {bar}{self.done}/{self.total} cells  {sum(running)} running"
+        told = f"{self.label} {bar}{self.done}/{count(self.total, 'cell')}  {sum(running)} running"
         return f"{told}{f'  {failed} failed' if failed else ''}  {together(rest, self.workers)} left"
 
 
@@ -163,7 +166,7 @@ def together(seconds: Sequence[float | None], workers: int) -> str:
     """What cells take in all, as words."""
     known = [s for s in seconds if s is not None]
     more = len(seconds) - len(known)
-    unknown = f" and {more} cell{'s' if more > 1 else ''} of unknown length" if more else ""
+    unknown = f" and {count(more, 'cell')} of unknown length" if more else ""
     return f"about {duration(sum(known) / workers)}{unknown}"
 
 
@@ -173,12 +176,12 @@ def describe(cells: Sequence[Cell], queue: Queue, guesses: dict[str, tuple[float
     lines = []
     for cell in cells:
         seconds, source = guesses[cell.name]
-        seeds = f"{len(cell.seeds)} seed{'s' if len(cell.seeds) != 1 else ''}"
         told = "?" if seconds is None else duration(seconds)
+        seeds = count(len(cell.seeds), "seed")
         lines.append(f"{cell.name:{width}s}  {seeds:8s}  {queue.state(cell):11s}  {told:>7s}  ({source})")
     left = [guesses[cell.name][0] for cell in cells if not queue.finished(cell)]
     lines.append(
-        f"{len(cells)} cells, {len(left)} to do, {together(left, workers)} with {workers} "
+        f"{count(len(cells), 'cell')}, {len(left)} to do, {together(left, workers)} with {workers} "
         f"process{'es' if workers != 1 else ''}"
     )
     return "\n".join(lines)

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -94,8 +95,8 @@ def run_local(plan: Plan, queue: Queue, watch: Watch, devices: Sequence[str], be
     slots = [device for device in devices for _ in range(plan.per_device)]
     workers: dict[int, subprocess.Popen[bytes]] = {}
     deadline = began + 60 * plan.budget if plan.budget else float("inf")
-    with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
+    main = threading.current_thread() is threading.main_thread()  # no other may handle signals
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main else None  # ends like Ctrl-C
     try:
         while True:
             left = [c for c in plan.cells if not queue.finished(c) and not queue.failed_since(c, began)]
@@ -117,6 +118,8 @@ def run_local(plan: Plan, queue: Queue, watch: Watch, devices: Sequence[str], be
     finally:
         _end(workers.values())
         watch.close()
+        if main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _start(queue: Queue, device: str, began: float) -> subprocess.Popen[bytes]:

@@ -27,7 +27,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,7 +48,10 @@ SYSTEM_KEYS = (
     "system", "name", "preset", "settings", "grid", "list", "seeds", "split_seeds", "datasets", "environments",
 )  # fmt: skip
 DATASET_KEYS = ("name", "path", "env", "options")
-NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 takes 1e-3 for a word
+# options of reading that the command line calls otherwise
+FLAGS = {
+    "max_steps": "num-steps", "checkpoints": "num-buffers", "episodes_per_checkpoint": "trajectories-per-buffer",
+}  # fmt: skip
 
 
 @dataclass
@@ -90,7 +93,11 @@ class Cell:
     def command(self, out: str | Path) -> list[str]:
         """The same run as words on a command line, for its run.json."""
         words = ["replaylab", "train", self.system, *(["--data", *self.data] if self.data else [])]
-        for key, value in ({"env": self.env, "preset": self.preset} | self.settings | {"seeds": self.seeds}).items():
+        columns = check_columns(self.options.get("columns"))
+        reading = self.options | {"columns": [f"{role}={','.join(names)}" for role, names in columns.items()] or None}
+        given = {FLAGS.get(key, key): value for key, value in reading.items()}
+        given |= {"env": self.env, "preset": self.preset} | self.settings | {"seeds": self.seeds}
+        for key, value in given.items():
             option = key.replace("_", "-")
             if isinstance(value, bool):
                 words.append(f"--{option}" if value else f"--no-{option}")
@@ -117,19 +124,21 @@ class Plan:
 
 def read_plan(path: str | Path, per_device: int | None = None) -> Plan:
     """Read and check a sweep file. `per_device` wins over the file's own."""
-    values = _numbers(read_yaml(path))
+    values = read_yaml(path)
     _known(str(path), values, KEYS)
-    name = str(values.get("name") or Path(path).stem)
+    name = _name(str(path), values, Path(path).stem)
     if _slug(name) != name:
         raise UsageError(f"{path}: name '{name}' must be fit for a folder: letters, digits, '.', '_' and '-'")
     datasets = [_dataset(f"{path}: datasets[{i}]", d) for i, d in enumerate(_list(path, values, "datasets"))]
     _distinct(f"{path}: datasets", [d["name"] for d in datasets])
-    cells = []
+    rows: list[tuple[str, list[Cell]]] = []
     for i, entry in enumerate(_list(path, values, "systems")):
-        cells += _cells(f"{path}: systems[{i}]", entry, values, datasets)
+        rows += _rows(f"{path}: systems[{i}]", entry, values, datasets)
+    cells = [cell for _, row in rows for cell in row]
     if not cells:
         raise UsageError(f"{path}: no cells: it needs `systems`, and `datasets` or `environments` for them")
-    _distinct(f"{path}: cells (give the systems a `name`)", [cell.name for cell in cells])
+    names = [name for row, parts in rows for name in {row, *(cell.name for cell in parts)}]
+    _distinct(f"{path}: cells (give the systems a `name`)", names)
     budget = values.get("budget")
     per_device = values.get("per_device", 1) if per_device is None else per_device
     if budget is not None and not (_is_number(budget) and budget > 0):
@@ -142,7 +151,10 @@ def read_plan(path: str | Path, per_device: int | None = None) -> Plan:
 # --- one system's cells
 
 
-def _cells(where: str, entry: Any, values: dict[str, Any], datasets: list[dict[str, Any]]) -> list[Cell]:
+def _rows(
+    where: str, entry: Any, values: dict[str, Any], datasets: list[dict[str, Any]]
+) -> list[tuple[str, list[Cell]]]:
+    """(name, cells) of each place in the table that a system fills; several cells where each seed has its own."""
     entry = {"system": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, dict) or not isinstance(entry.get("system"), str):
         raise UsageError(f"{where}: expected a system's name, or `system: NAME` with settings")
@@ -161,19 +173,20 @@ def _cells(where: str, entry: Any, values: dict[str, Any], datasets: list[dict[s
         raise UsageError(f"{where}: split_seeds must be true or false, not {split!r}")
     if any("seeds" in given for given in (common, *variants)):
         raise UsageError(f"{where}: seeds are no setting: give `seeds` beside `settings`")
-    label = _slug(str(entry.get("name") or name))
+    label = _slug(_name(where, entry, name))
+    named = ["-".join(f"{key}{_text(value)}" for key, value in variant.items()) for variant in variants]
+    _distinct(f"{where}: `grid` or `list`", named)
     found = []
-    for place, variant in itertools.product(_places(where, entry, values, datasets, module), variants):
+    pairs = zip(named, variants, strict=True)
+    for place, (setting, variant) in itertools.product(_places(where, entry, values, datasets, module), pairs):
         settings = common | variant
         read = place.get("options", {})
         options = _check(where, module, preset, settings | {"seeds": seeds})
-        setting = "-".join(f"{key}{_text(value)}" for key, value in variant.items())
+        row = "-".join(_slug(word) for word in (label, place["name"], setting) if word)
         apart = split or (getattr(module, "ONLINE", False) and len(options.seeds) > 1)  # that one trains one seed a run
-        for part in [[s] for s in options.seeds] if apart else [options.seeds]:
-            ending = [f"seed{part[0]}"] if apart else []
-            folder = "-".join(_slug(word) for word in (label, place["name"], setting, *ending) if word)
-            place_of = (place.get("path"), place.get("env"))
-            found.append(Cell(folder, label, name, place["name"], setting, *place_of, preset, settings, part, read))
+        about = (label, name, place["name"], setting, place.get("path"), place.get("env"), preset, settings)
+        parts = [(f"{row}-seed{seed}", [seed]) for seed in options.seeds] if apart else [(row, options.seeds)]
+        found.append((row, [Cell(folder, *about, part, read) for folder, part in parts]))
     return found
 
 
@@ -252,6 +265,7 @@ def _dataset(where: str, entry: Any) -> dict[str, Any]:
         raise UsageError(f"{where}: a path is a word, or a list of words to be joined")
     paths = [str(p) for p in (entry["path"] if isinstance(entry["path"], list) else [entry["path"]])]
     options = _mapping(where, entry, "options")
+    _known(f"{where}: options", options, [*(f.name for f in fields(Reading)), "columns"])
     columns = _mapping(where, options, "columns")
     for path in paths:
         known = Path(path) if Path(path).exists() else SAMPLES.get(path, Path(path))
@@ -264,8 +278,8 @@ def _dataset(where: str, entry: Any) -> dict[str, Any]:
         check_columns(columns)
         resolve([Reading], [("options", {k: v for k, v in options.items() if k != "columns"})])
         _environment(check(Options, "env", entry.get("env")))
-    name = str(entry.get("name") or "+".join(map(dataset_name, paths)))
-    return entry | {"name": name, "path": paths, "options": options}
+    name = _name(where, entry, "+".join(map(dataset_name, paths)))
+    return entry | {"name": name, "path": paths, "options": options | ({"columns": columns} if columns else {})}
 
 
 # --- small helpers
@@ -286,6 +300,13 @@ def _known(where: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
             raise UsageError(f"{where}: unknown key '{key}'{nearest(str(key), keys)}")
 
 
+def _name(where: str, values: Mapping[str, Any], usual: str) -> str:
+    found = values.get("name", usual)
+    if not isinstance(found, str) or not found:  # YAML reads off, no, on and yes as true or false
+        raise UsageError(f"{where}: a name must be text, in quotes where YAML takes it for something else: {found!r}")
+    return found
+
+
 def _list(path: str | Path, values: Mapping[str, Any], key: str) -> list[Any]:
     found = values.get(key, [])
     if not isinstance(found, list):
@@ -304,14 +325,6 @@ def _distinct(where: str, names: Sequence[str]) -> None:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UsageError(f"{where}: '{twice[0]}' is there twice")
-
-
-def _numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _numbers(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_numbers(v) for v in value]
-    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 
 def _is_number(value: Any) -> bool:

@@ -120,7 +120,7 @@ class Queue:
             else:
                 yield True
 
-    def work(self, cell: Cell, data: Any = None, device: str | None = None) -> str:
+    def work(self, cell: Cell, data: Any = None) -> str:
         """Train a claimed cell, from its last checkpoint if it has one; what goes wrong is recorded.
 
         data: the logs, where they have been read already.
@@ -129,8 +129,6 @@ class Queue:
         self.record(cell, "started", run=asdict(cell))
         began = time.monotonic()
         arguments = cell.arguments() | ({"data": data} if data is not None else {})
-        if device is not None and "device" not in cell.settings:
-            arguments["device"] = device
         sys.argv = cell.command(self.folder / cell.name)  # what run.json gives as the command
         try:
             train(**arguments, out=self.folder / cell.name, resume=not anew, overwrite=anew)

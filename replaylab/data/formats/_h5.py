@@ -94,9 +94,9 @@ def text(dataset: Any) -> str | None:
     return value.decode(errors="replace") if isinstance(value, bytes) else None
 
 
-def read_all(path: Path, notes: list[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """All arrays of numbers and all strings of a file, by path."""
-    arrays, strings = {}, {}
+def read_all(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, str]]:
+    """All arrays of numbers and all strings of a file, by path; and what the other arrays hold."""
+    arrays, strings, unread = {}, {}, {}
     with open_file(path) as file:
         found = datasets(file)
         check_size("the file", sum(map(nbytes, found.values())), path.stat().st_size)
@@ -106,8 +106,15 @@ def read_all(path: Path, notes: list[str]) -> tuple[dict[str, np.ndarray], dict[
             elif dataset.dtype.kind in "fiub":
                 arrays[name] = np.asarray(dataset[()])
             else:
-                notes.append(f"{name} holds {dataset.dtype}, not numbers, and is left out")
-    return arrays, strings
+                unread[name] = _contents(dataset.dtype)
+    return arrays, strings, unread
+
+
+def _contents(dtype: np.dtype) -> str:
+    """What an array of something else than numbers holds, in words."""
+    if _h5py().check_string_dtype(dtype):
+        return "text"
+    return "lists of varying length" if _h5py().check_vlen_dtype(dtype) else str(dtype)
 
 
 # --- writing

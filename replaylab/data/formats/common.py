@@ -106,13 +106,24 @@ def _guess(names: Sequence[str], aliases: tuple[str, ...]) -> list[str]:
     return []
 
 
-def assemble(arrays: Mapping[str, np.ndarray], options: Options, meta: dict[str, Any]) -> Episodes:
-    """Named arrays -> Episodes. Columns without a role are kept: one value a row in extras, the rest in attachments."""
-    chosen = choose(list(arrays), options.columns)
+def assemble(
+    arrays: Mapping[str, np.ndarray], options: Options, meta: dict[str, Any], unread: Mapping[str, str] | None = None
+) -> Episodes:
+    """Named arrays -> Episodes. Columns without a role are kept: one value a row in extras, the rest in attachments.
+
+    `unread` is what else the file has, and what it holds: nothing that a role could need.
+    """
+    unread = unread or {}
+    chosen = choose([*arrays, *unread], options.columns)
+    for role, names in chosen.items():
+        for name in names:
+            if name in unread:
+                raise DataError(f"{role}: '{name}' holds {unread[name]}; only arrays of numbers are read")
     roles = {role: _stack(role, [arrays[name] for name in names]) for role, names in chosen.items()}
     used = {name for names in chosen.values() for name in names}
     rows = len(roles["rewards"]) if roles["rewards"].ndim else 0
     extras, attachments, notes = {}, {}, list(meta.get("notes", []))
+    notes += [f"{name} holds {what} and is left out" for name, what in unread.items()]
     for name, array in arrays.items():
         if name in used or array.size == 0:
             continue

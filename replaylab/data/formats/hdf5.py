@@ -20,14 +20,11 @@ def sniff(path: Path) -> bool:
 
 
 def read(path: Path, options: Options) -> Episodes:
-    notes: list[str] = []
-    arrays, strings = read_all(path, notes)
+    arrays, strings, unread = read_all(path)
     if INDEX in arrays and not options.columns:
         return _read_ours(arrays).split(options.max_episode_steps, options.split)
-    meta: dict = {"notes": notes}
-    if strings:
-        meta["metadata"] = {name.removeprefix("metadata/"): value for name, value in strings.items()}
-    return assemble(arrays, options, meta)
+    meta = {"metadata": {name.removeprefix("metadata/"): value for name, value in strings.items()}} if strings else {}
+    return assemble(arrays, options, meta, unread)
 
 
 def _read_ours(arrays: dict[str, np.ndarray]) -> Episodes:

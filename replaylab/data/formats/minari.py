@@ -74,7 +74,7 @@ def read(path: Path, options: Options) -> Episodes:
     episodes = _episodes({name: c.values for name, c in columns.items()}, columns["observations"].final, offsets, notes)
     episodes = replace(episodes, meta=_meta(about) | episodes.meta)
     if (data / OURS).is_file():
-        episodes = _with_ours(episodes, read_arrays(data / OURS, []))
+        episodes = _with_ours(episodes, read_arrays(data / OURS)[0])
     return episodes.split(options.max_episode_steps, options.split)
 
 

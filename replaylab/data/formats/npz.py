@@ -37,10 +37,9 @@ def sniff(path: Path) -> bool:
 
 
 def read(path: Path, options: Options) -> Episodes:
-    notes: list[str] = []
-    arrays = read_arrays(path, notes)
+    arrays, unread = read_arrays(path)
     if INDEX not in arrays or options.columns:
-        return assemble(arrays, options, {"notes": notes})
+        return assemble(arrays, options, {}, unread)
     index = read_index(arrays[INDEX])
     columns = {name: take(arrays, name) for name in (*COLUMNS, *EPISODE_COLUMNS)}
     episodes = Episodes(
@@ -74,23 +73,23 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
                 np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
 
 
-def read_arrays(path: Path, notes: list[str]) -> dict[str, np.ndarray]:
-    """Every array of numbers in the archive; what else there is goes into `notes`."""
+def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The arrays of the archive; and what holds Python objects."""
     with zipfile.ZipFile(path) as archive:
         members = [m for m in archive.infolist() if not m.is_dir()]
         dtypes = {m.filename: _check_header(archive, m) for m in members}
         check_size("the archive", sum(m.file_size for m in members), path.stat().st_size)
-        arrays = {}
+        arrays, unread = {}, {}
         for member in members:
             name = member.filename.removesuffix(".npy")
-            if name in arrays:
+            if name in arrays or name in unread:
                 raise DataError(f"{name} is there twice")
             if dtypes[member.filename].hasobject:
-                notes.append(f"{name} holds Python objects and is left out: reading them could run code")
+                unread[name] = "Python objects (reading them could run code)"
                 continue
             with archive.open(member) as file:
                 arrays[name] = np.lib.format.read_array(file, allow_pickle=False)
-    return arrays
+    return arrays, unread
 
 
 def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.dtype:

@@ -6,6 +6,7 @@ Every cell that is read must hold a number; an empty or unreadable one is an err
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -168,6 +169,7 @@ def _first(mask: Iterable[Any]) -> int:
 
 
 def _used(names: list[str], roles: dict[str, list[str]]) -> list[str]:
-    if len(set(names)) != len(names):
-        raise DataError("two columns have the same name")
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise DataError(f"{times} columns are named '{name}'")
     return list(dict.fromkeys(name for found in roles.values() for name in found))

@@ -27,6 +27,17 @@ def detection(log_prob: np.ndarray, labels: np.ndarray, threshold: float) -> dic
     return {"auroc": auroc(-log_prob, labels), "tpr": float(found), "tnr": float(kept), "accuracy": float(accuracy)}
 
 
+def doubts(kind: str, tests: list[dict[str, Any]]) -> list[str]:
+    """A note where a model fails the easiest test: rows that are hardly shifted may well look real, others not."""
+    easiest = max(tests, key=lambda test: abs(test["distance"]))
+    if easiest["auroc"] >= 0.6:
+        return []
+    return [
+        f"this {kind} hardly tells shifted rows from real ones (AUROC {easiest['auroc']:.2f} at distance "
+        f"{easiest['distance']:g}): a penalty from it would mean little"
+    ]
+
+
 def binned(log_prob: np.ndarray, labels: np.ndarray | None, threshold: float, bins: int = 40) -> dict[str, Any]:
     """Shares of rows by log_prob. What lies far below the threshold is counted in the lowest bin."""
     high = float(np.percentile(log_prob, 99.9))
