@@ -179,7 +179,7 @@ def _notes(run: Run) -> list[str]:
 # --- the table
 
 
-def summarize_runs(run_paths: Iterable[str | Path]) -> list[dict[str, Any]]:
+def summarize_runs(run_paths: str | Path | Iterable[str | Path]) -> list[dict[str, Any]]:
     """The headline table as plain JSON: a row for each run, or for each setting where a run has several."""
     return [row for run in read_runs(run_paths) for row in rows_of(run)]
 
