@@ -53,7 +53,7 @@ def export(runs: str | Path | Iterable[str | Path], out: str | Path, *, note: st
 
     out: a folder, in which each run has NAME.json, or for one run a .json file.
     """
-    found = read_runs([runs] if isinstance(runs, (str, Path)) else runs)
+    found = read_runs(runs)
     out = Path(out)
     if out.suffix == ".json" and len(found) > 1:
         raise UsageError(f"{out} is one file for {count(len(found), 'run')}: name a folder")
