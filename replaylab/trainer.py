@@ -70,6 +70,7 @@ class Trainer:
     ):
         self.folder, self.options = folder, options
         self.device = pick_device(options.device)
+        self.determined = torch.are_deterministic_algorithms_enabled()  # before and after this run
         _set_precision(options.deterministic, self.device)
         torch.manual_seed(options.seeds[0])
         self.agent = module.Agent(algorithm, spaces, options.seeds, self.device)
@@ -120,6 +121,7 @@ class Trainer:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        torch.use_deterministic_algorithms(self.determined)
         self.trackers.close()
         status = "finished" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
         finished = datetime.now(UTC).isoformat(timespec="seconds")
@@ -349,7 +351,7 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 def _set_precision(deterministic: bool, device: torch.device) -> None:
     if device.type != "cuda":
         return
-    torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("highest" if deterministic else "high")  # TF32

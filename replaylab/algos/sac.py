@@ -45,6 +45,7 @@ class Config(Settings):
 class SAC(nn.Module):
     center: Tensor
     scale: Tensor
+    log_scale: Tensor
 
     def __init__(
         self,
@@ -68,6 +69,8 @@ class SAC(nn.Module):
         low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
         self.register_buffer("center", (high + low) / 2)
         self.register_buffer("scale", ((high - low) / 2).clamp(min=NO_WIDTH))
+        log_scale = torch.where(self.scale > NO_WIDTH, self.scale.log(), 0.0)
+        self.register_buffer("log_scale", log_scale, persistent=False)
         self.target_entropy = -float(actions) if config.target_entropy is None else config.target_entropy
         self.to(device)
         groups: list[dict[str, Any]] = [
@@ -90,9 +93,8 @@ class SAC(nn.Module):
         mean, log_std = self.distribution(observations)
         noise = torch.randn_like(mean) if noise is None else noise
         raw = mean + log_std.exp() * noise
-        width = torch.where(self.scale > NO_WIDTH, self.scale.log(), 0.0)
         # log(1 - tanh(x)^2) = 2 (log 2 - x - softplus(-2x)), which does not underflow
-        squash = 2 * (math.log(2) - raw - softplus(-2 * raw)) + width
+        squash = 2 * (math.log(2) - raw - softplus(-2 * raw)) + self.log_scale
         log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi) - squash
         return self.center + self.scale * torch.tanh(raw), log_prob.sum(-1)
 
