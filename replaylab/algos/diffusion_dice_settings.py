@@ -120,8 +120,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "maze": _MAZE | {"twins": "mean", "ensemble": 10, "least_weight": 0.02, "guidance": 4.0},
     "toy": {  # a minute on a CPU
         "behavior_steps": 2000, "critic_steps": 2000, "behavior_batch": 256, "behavior_width": 64, "behavior_lr": 2e-3,
-        "batch_size": 256, "noise_copies": 2, "hidden": [64, 64], "guide_hidden": [64, 64, 64], "value_lr": 2e-3,
-        "guide_lr": 3e-3, "time_power": 2.0, "least_weight": 0.02, "ensemble": 2, "alpha": 0.02, "candidates": 64,
+        "batch_size": 256, "noise_copies": 4, "hidden": [64, 64], "guide_hidden": [64, 64, 64], "value_lr": 2e-3,
+        "guide_lr": 3e-3, "least_weight": 0.02, "ensemble": 2, "alpha": 0.02, "candidates": 64,
         "returns_steps": 0, "advantage": False,
     },
     "debug": {
