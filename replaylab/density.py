@@ -39,7 +39,7 @@ from replaylab.models.adam import adam, clipped_step
 from replaylab.models.density import INPUTS, KINDS, Density, make
 from replaylab.models.density.base import check_percentile
 from replaylab.models.density.detect import auroc, binned, detection, doubts
-from replaylab.page import Html, facts, grid, number, page, table, warning_list, write_page
+from replaylab.page import Html, check_suffix, facts, grid, number, page, table, warning_list, write_page
 from replaylab.progress import Progress
 from replaylab.step import Stepper
 from replaylab.tensors import load_tensors, save_tensors
@@ -347,6 +347,7 @@ def score(
     data_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """How likely the data is under the model, and with `extras["ood"]` labels how well it tells them. `out`: a page."""
+    out = None if out is None else check_suffix(out)
     model = load(folder, device)
     episodes = data if isinstance(data, Episodes) else load_data(data, **(data_options or {}))
     log_prob, rows = evaluate(model, episodes)

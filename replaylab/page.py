@@ -145,7 +145,7 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]]) -> Html
     )
 
 
-def check_suffix(path: str | Path, known: Sequence[str]) -> Path:
+def check_suffix(path: str | Path, known: Sequence[str] = (".html",)) -> Path:
     """A file is what its name says: the path, if it ends in one of these."""
     path = Path(path)
     if path.suffix.lower() not in known:

@@ -56,7 +56,7 @@ SHOWN = 6  # charts of a phase that are open from the start
 
 def report(run_paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
     """Write the page, an .html file, and return its path."""
-    out = check_suffix(out, [".html"])
+    out = check_suffix(out)
     runs = read_runs(run_paths)
     rows = [row for run in runs for row in rows_of(run)]
     styles = _styles(runs)

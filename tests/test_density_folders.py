@@ -72,6 +72,8 @@ def test_folder_round_trip_and_scores(kind, tmp_path):
         result["auroc"] > 0.9 and result["tpr"] > 0.6 and result["rows"] == len(shifted) - 20
     )  # final ones are unknown
     assert "auroc" not in density.score(out, episodes, device="cpu")
+    with pytest.raises(UsageError, match=r"must end in \.html"):
+        density.score(out, episodes, out=tmp_path / "page.md", device="cpu")
     assert "threshold" in check_page(tmp_path / "page.html").text and "AUROC" in check_page(out / "report.html").text
 
 

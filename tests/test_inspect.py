@@ -12,6 +12,7 @@ from pages import check_page
 from replaylab.data import columns
 from replaylab.data.episodes import Episodes
 from replaylab.data.inspect import format_summary, plot, project, summarize
+from replaylab.errors import UsageError
 
 
 def make(lengths=(3, 2), *, seed=0, **changes) -> Episodes:
@@ -254,6 +255,8 @@ def test_projection_finds_the_plane():
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 def test_page_is_whole_whatever_the_data(tmp_path, changes):
     meta = {"source": "<script>alert(1)</script>", "notes": ["<b>note</b>"]}
+    with pytest.raises(UsageError, match=r"must end in \.html"):
+        plot(make(), tmp_path / "page.md")
     path = plot(make(meta=meta, **changes), tmp_path / "folder" / "page.html", title="My <data>")
     page = check_page(path)
     assert "<script" not in page.html and "<b>note" not in page.html

@@ -17,7 +17,20 @@ import numpy as np
 from replaylab import charts
 from replaylab.data.columns import Columns, column_statistics, pieces, plain_number
 from replaylab.data.episodes import Episodes, _same_rows
-from replaylab.page import Html, count, details, facts, grid, number, page, size_of, table, warning_list, write_page
+from replaylab.page import (
+    Html,
+    check_suffix,
+    count,
+    details,
+    facts,
+    grid,
+    number,
+    page,
+    size_of,
+    table,
+    warning_list,
+    write_page,
+)
 
 HUGE = float(np.sqrt(np.finfo(np.float32).max))  # losses are squares, in float32
 LISTED = 64  # columns described one by one; beyond that (pixels) only together
@@ -330,7 +343,7 @@ def _column_table(summary: dict[str, Any]) -> Html:
 
 def plot(episodes: Episodes, path: str | Path, title: str | None = None) -> Path:
     """A self-contained HTML page about the data."""
-    summary = summarize(episodes)
+    path, summary = check_suffix(path), summarize(episodes)
     title = title or str(episodes.env_id or "Logged data")
     rows = _spread(len(episodes), 10**6)
     bins = charts.bin_values(episodes.rewards[rows])
