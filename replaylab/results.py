@@ -132,10 +132,10 @@ def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations
         step, returns = finite(line.get("step")), _finites(line.get("returns"))
         if step is None:
             continue
-        lost += len(line["returns"]) - len(returns) if isinstance(line.get("returns"), list) else 0
         if not returns:
             empty += 1
             continue
+        lost += len(line["returns"]) - len(returns)  # of evaluations that are shown
         settings = dictionary(line.get("settings"))
         env, normalized = str(line.get("env")), _finites(line.get("normalized"))
         key = json.dumps([env, settings], sort_keys=True)
