@@ -112,6 +112,7 @@ def test_settings_make_rows_of_their_own(tmp_path):
 def test_unfinished_runs_say_so(tmp_path):
     lines = [evaluation(100, 0, [1.0]), evaluation(200, 0, [2.0]), evaluation(100, 1, [3.0]), evaluation(100, 2, [])]
     lines[1]["returns"] = lines[1]["normalized"] = [2.0, float("nan")]
+    lines[3]["returns"] = [float("nan")] * 2
     run = make_run(tmp_path / "a", lines, status="interrupted", seeds=[0, 1, 2])
     (row,) = summarize_runs([run])
     notes = " / ".join(row["notes"])
