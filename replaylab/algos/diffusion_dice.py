@@ -317,7 +317,7 @@ class Agent(nn.Module):
             self._set_rates(rates, config.min_lr, self.critic_done, config.critic_steps)
         learn = self._learn_values if self.foresight is None else self._learn_foresight
         better, found = learn(batch, states, following)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+        with self._precision():
             output = self.energies(states, actions).float()
         energy = output.detach()
         g_loss, slope = guide_loss(energy, weights(better, config.least_weight))
@@ -341,7 +341,8 @@ class Agent(nn.Module):
             goal = batch["rewards"]
             if config.backup == "values":
                 goal = goal + config.gamma * (1 - batch["terminated"]) * values[:, :size]
-        q = self.critics(states, actions)
+        with self._precision():
+            q = self.critics(states, actions)
         q_loss, slope = self.critics.loss(q.detach(), goal, values[:, size:] if self.by_advantage else None)
         self._descend("critics", q, slope)
         self.critics.track(config.tau)
@@ -372,7 +373,12 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def _target(self, states: Tensor, actions: Tensor) -> Tensor:
-        return self.critics.target(states, actions)
+        with self._precision():
+            return self.critics.target(states, actions)
+
+    def _precision(self) -> torch.autocast:
+        """Of the products in the Qs and the guidance; sums, losses and V are float32 in any case."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def both_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         other = {k.removeprefix("second."): v for k, v in batch.items() if k.startswith("second.")}

@@ -61,7 +61,7 @@ class Config(Settings):
     guide_hidden: list[int] = knob([256, 256, 256, 256], "hidden layers of the guidance", COUNT)
     value_lr: float = knob(3e-4, "AdamW's learning rate of the values", RATE)
     guide_lr: float = knob(3e-4, "AdamW's learning rate of the guidance", RATE)
-    precision: str = knob("fp32", "of the guidance in training (fp32 is TF32 on CUDA)", ("fp32", "bf16"))
+    precision: str = knob("fp32", "of the guidance and the Qs in training (fp32 is TF32 on CUDA)", ("fp32", "bf16"))
     lr_decay: bool = knob(True, "let both fall to min_lr along a cosine")
     min_lr: float = knob(0.0, "where that cosine ends", FROM_0)
     weight_decay: float = knob(1e-4, "decoupled weight decay of values and guidance", FROM_0)
