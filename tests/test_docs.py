@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from glob import glob
@@ -18,11 +20,12 @@ import pytest
 import yaml
 from conftest import make_episodes
 
-from replaylab import distributed, load, save
+from replaylab import distributed, load, save, stats
 from replaylab.algos import dt
 from replaylab.cli import build, main
 from replaylab.cli.parser import _leaf, _options
 from replaylab.offpolicy import Budget
+from replaylab.published import canonical, published
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "README.ko.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -191,3 +194,32 @@ def test_the_korean_readme_is_in_step():
         return {"code": code, "links": sorted(links), "starts": re.findall(r"^(?:#+|- |\|)", text, re.M)}
 
     assert shape(korean) == shape(english)
+
+
+def test_scores_in_the_readme_are_those_of_the_result_files():
+    """Each cell of its table is the mean ± error of a result file (or of two with other seeds, pooled), and what stands
+    in brackets is published for that system."""
+    table = (ROOT / "README.md").read_text().split("## Scores")[1].split("\n\n")[1].splitlines()
+    tasks = [
+        canonical(re.sub(r"(\w+) medium \+ expert", r"\1-medium-expert", t.strip())) for t in table[0].split("|")[2:-1]
+    ]
+    seen: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*-*.json")):
+        found = json.loads(path.read_text())
+        for score in found.get("scores", []) if isinstance(found, dict) else []:
+            key = found["system"], canonical(found["task"])
+            means = [line["mean"] for line in score["last"]]
+            pooled = [old + means for old in seen[key] if len(old) == len(means)]
+            seen[key] += [means, *pooled]
+    cells = 0
+    for row in table[2:]:
+        system = row.split("`")[1]
+        for task, cell in zip(tasks, row.split("|")[2:-1], strict=True):
+            mean, error, beside = re.fullmatch(r" \*\*(\S+) ± (\S+)\*\*(?: \((\S+)\))? ", cell).groups()
+            places = len(mean.partition(".")[2])
+            told = [f"{m:.{places}f} ± {e:.{places}f}" for m, e in map(stats.mean_and_error, seen[system, task])]
+            assert f"{mean} ± {error}" in told, (system, task)
+            known = [p.scores[task][0] for p in published([task], [system]) if task in p.scores]
+            assert beside is None or float(beside) in known, (system, task, known)
+            cells += 1
+    assert cells == 28
