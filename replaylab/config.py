@@ -61,6 +61,8 @@ class Settings:
     def __post_init__(self) -> None:
         for knob in fields(self):
             value = getattr(self, knob.name)
+            if value == [] and knob.metadata["within"] is COUNT:
+                raise UsageError(f"{knob.name} needs at least one number")
             for item in value if isinstance(value, list) else [value]:
                 _limit(knob, item)
 

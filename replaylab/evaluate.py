@@ -22,7 +22,7 @@ from torch import Tensor
 from replaylab import scores, stats
 from replaylab.algos import Spaces, system
 from replaylab.config import check, resolve
-from replaylab.errors import DataError, UsageError
+from replaylab.errors import DataError, UsageError, nearest
 from replaylab.run import RunFolder
 
 if TYPE_CHECKING:
@@ -176,12 +176,19 @@ def _one_seed(weights: dict[str, Tensor], wanted: dict[str, Tensor], index: int)
 
 
 def load_policy(
-    run: str | Path, seed: int | None = None, device: str = "cpu", *, target: float | None = None
+    run: str | Path, seed: int | None = None, device: str = "cpu", *, target: float | None = None, **acting: Any
 ) -> Policy:
-    """The policy of a run folder. Without `seed`, the run's first one. `target`: the return to ask for."""
+    """The policy of a run folder. Without `seed`, the run's first one. `target`: the return to ask for. `acting`: how
+    it is to act, where its system has settings for that, such as candidates=4."""
     folder = RunFolder(run).require()
     where = pick_device(device)
     agent, spaces, _ = load_agent(folder, where, folder.config()["seeds"][0] if seed is None else seed)
+    known = getattr(system(folder.system()), "ACTING", ())
+    if unknown := [name for name in acting if name not in known]:
+        raise UsageError(f"{folder.system()} does not act by '{unknown[0]}'{nearest(unknown[0], known)}")
+    (values,) = _combinations(agent, {name: [value] for name, value in acting.items()})
+    if values:
+        agent.config = replace(agent.config, **values)
     if target is not None:
         _check_targets(agent, [target])
     return Policy(agent, spaces, where, target)
@@ -275,11 +282,13 @@ def evaluate(
     device: str = "auto",
     targets: Sequence[float] = (),
     acting: dict[str, Sequence[Any]] | None = None,
+    told: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate every seed of a run folder; the records are returned and added to its eval.jsonl.
 
     targets: returns to ask a Decision Transformer for, one record each.
     acting: settings of how the policy acts, several values each: every combination is played.
+    told: is called with the records of each combination as soon as it is played.
     """
     folder = RunFolder(run).require()
     where = pick_device(device)
@@ -305,8 +314,11 @@ def evaluate(
             agent, seeds, env_id, episodes,
             seed=seed, noise=noise, device=where, settings=settings | values, targets=targets,
         )  # fmt: skip
-        records += [{"step": step, **record} for record in found]
-        folder.append("eval.jsonl", records[-len(found) :])
+        found = [{"step": step, **record} for record in found]
+        folder.append("eval.jsonl", found)
+        records += found
+        if told:
+            told(found)
     return records
 
 

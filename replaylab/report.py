@@ -52,6 +52,7 @@ __all__ = ["report", "summarize_runs"]
 NOT_METRICS = {"step", "phase", "seed", "seconds"}
 POINTS = 150  # of a training curve; longer ones are averaged in groups
 SHOWN = 6  # charts of a phase that are open from the start
+MANY = 12  # evaluations; of more than so many only those of the runs' own settings are drawn
 
 
 def report(run_paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
@@ -101,7 +102,9 @@ def _iqm(score: dict[str, Any] | None) -> str:
 
 
 def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str, int]) -> Html:
-    scored = [row for row in rows if row["return"]]
+    kept = _own(rows, [row["label"] for row in rows])
+    rest = [row for row in rows if row not in kept]
+    scored = [row for row in kept if row["return"]]
     parts = []
     if not scored:
         parts.append(charts.nothing(why_unscored(row["env"] for row in rows)))
@@ -110,7 +113,10 @@ def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str
     else:
         parts.append(grid([*_score_charts(scored, styles), *curves]))
     head = ["Run", "Score", "IQM [95%]", "Return", "Seeds", "Episodes", "System", "Data", "Step", "Time", "Status"]
-    parts.append(table(head, [_score_cells(row) for row in rows]))
+    parts.append(table(head, [_score_cells(row) for row in kept]))
+    if rest:
+        body = table(head, [_score_cells(row) for row in rest])
+        parts.append(details(f"{count(len(rest), 'evaluation')} with other settings", body))
     if scored:
         parts.append(
             Html(
@@ -124,6 +130,12 @@ def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str
     runs = {row["path"]: row for row in rows}.values()
     parts.append(warning_list([f"{row['run']}: {note}" for row in runs for note in row["notes"]]))
     return Html("".join(parts))
+
+
+def _own(found: Sequence[Any], labels: Sequence[str]) -> list[Any]:
+    """All of them, or where they are too many to look at, those without a label: a run as it was trained."""
+    own = [item for item, label in zip(found, labels, strict=True) if not label]
+    return list(found) if len(found) <= MANY else own or list(found[:MANY])
 
 
 def _hero(row: dict[str, Any]) -> Html:
@@ -195,6 +207,7 @@ def _curves(runs: list[Run], styles: dict[str, int]) -> list[Html]:
     """A learning curve for each environment, with all runs that were evaluated there."""
     pictures = []
     everything = [(run, group) for run in runs for group in run.evaluations]
+    everything = _own(everything, [group.label for _, group in everything])
     for env in dict.fromkeys(group.env for _, group in everything):
         here = [(run, group) for run, group in everything if group.env == env]
         key = "normalized" if all(group.normalized for _, group in here) else "returns"

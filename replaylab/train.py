@@ -14,7 +14,7 @@ from replaylab.config import read_yaml, resolve
 from replaylab.data.episodes import Episodes
 from replaylab.data.read import as_paths, load
 from replaylab.errors import ReplaylabError, UsageError, nearest
-from replaylab.evaluate import check_spaces
+from replaylab.evaluate import check_spaces, pick_device
 from replaylab.run import RunFolder
 from replaylab.trainer import Options, Trainer
 
@@ -39,17 +39,20 @@ def train(
     """Train a system on logged data; returns the run folder.
 
     `settings` are fields of `Options` and of the system's `Config`. They win over the YAML file `config`, which wins
-    over `preset`, which wins over the defaults. The file may name the `data` too. A system that makes its own data
-    (mbarc) takes `env` and no data.
+    over `preset`, which wins over the defaults. The file may name `data` and `preset` too: a run's config.yaml is such
+    a file. A system that makes its own data (mbarc) takes `env` and no data.
     """
     module = system(system_name)
-    if preset is not None and preset not in module.PRESETS:
-        raise UsageError(f"{system_name}: unknown preset '{preset}'{nearest(preset, module.PRESETS)}")
     given = read_yaml(config) if config else {}
-    named = given.pop("data", None)
+    if given.pop("system", system_name) != system_name:
+        raise UsageError(f"{config} is not of {system_name}: it names another system")
+    named, theirs, how = (given.pop(key, None) for key in ("data", "preset", "data_options"))
     if named is not None and not all(isinstance(p, str) for p in (named if isinstance(named, list) else [named])):
         raise UsageError(f"{config}: data must be a path, or a list of paths, not {named!r}")
-    data = named if data is None else data
+    data, data_options = (named or None, data_options or how) if data is None else (data, data_options)
+    preset = theirs if preset is None else preset
+    if preset is not None and preset not in module.PRESETS:
+        raise UsageError(f"{system_name}: unknown preset '{preset}'{nearest(str(preset), module.PRESETS)}")
     layers = [
         (f"preset {preset}", module.PRESETS[preset] if preset else {}),
         (str(config), given),
@@ -77,6 +80,9 @@ def train(
                 print(f"note: --preset {preset}, since none was named", file=sys.stderr)
                 layers[0] = (f"preset {preset}", module.PRESETS[preset])
                 options, algorithm = resolve([Options, module.Config], [*layers, ("data", {"env": options.env})])
+    smaller = getattr(module, "SMALLER", {}).get(preset)
+    if smaller and pick_device(options.device).type == "cpu":
+        print(f"note: this is made for a GPU; on a CPU try --preset {smaller}", file=sys.stderr)
     if not resume and hasattr(module, "needs"):
         for path in module.needs(algorithm):
             RunFolder(path).require()

@@ -259,6 +259,8 @@ class Trainer:
         if broken is not None:
             name, ago = broken
             what = f"{name} became NaN or infinite at step {self.step - ago + 1}"
+            if len(self.phases) > 1:
+                what += f" (update {self.done - ago + 1} of {self.phases[self.phase].name})"
             kept = "the checkpoint before it is kept" if self.folder.checkpoints() else "no checkpoint was made before"
             raise DataError(f"{what}: lower the learning rate, or see `replaylab data info`; {kept}")
 

@@ -148,6 +148,22 @@ def test_yaml_under_the_command_line(log, tmp_path, capsys):
     assert code == 2 and "unknown key 'learning'" in err
 
 
+def test_a_run_s_own_settings_train_it_again(log, tmp_path, capsys):
+    words = ["train", "bc", "--device", "cpu"]
+    assert run(capsys, *words, "--data", log, "--preset", "debug", "--steps", "3", "--out", str(tmp_path / "a"))[0] == 0
+    again = [*words, "--config", str(tmp_path / "a" / "config.yaml"), "--out", str(tmp_path / "b")]
+    assert run(capsys, *again)[0] == 0
+    assert RunFolder(tmp_path / "a").config() == RunFolder(tmp_path / "b").config()
+    code, _, err = run(capsys, "train", "bcq", *again[2:])
+    assert code == 2 and "is not of bcq" in err
+    (tmp_path / "c.yaml").write_text(f"data: {log}\npreset: debug\nsteps: 2\n")
+    assert run(capsys, *words, "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "c"))[0] == 0
+    assert RunFolder(tmp_path / "c").config()["preset"] == "debug"
+    (tmp_path / "c.yaml").write_text("preset: debugg\n")
+    code, _, err = run(capsys, *words, "--config", str(tmp_path / "c.yaml"))
+    assert code == 2 and "unknown preset 'debugg'; did you mean 'debug'" in err
+
+
 def test_help_names_every_default():
     done = subprocess.run([sys.executable, "-m", "replaylab", "train", "bc", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "(default: 256 256)" in done.stdout and "--top-fraction" in done.stdout

@@ -58,9 +58,33 @@ def test_the_original_cuts_where_it_should_not():
     log = replace(make_episodes((5, 3, 8)), rewards=np.arange(16.0))
     np.testing.assert_array_equal(drifting_returns(log), [0 + 1 + 2 + 3 + 4])
     np.testing.assert_array_equal(drifting_returns(log, 4), [6, 4, 5 + 6 + 8 + 9, 10 + 11 + 12 + 13])
+    both = replace(log, truncated=log.truncated | log.terminated)  # a time limit drops a row that is terminal too
+    np.testing.assert_array_equal(drifting_returns(both), [])
     long = replace(make_episodes((5, 3, 8, 2)), rewards=np.arange(18.0))
     found = tuned_rewards(long, "range", drifting=True)
     np.testing.assert_allclose(found, long.rewards * 1000 / (5 + 6 + sum(range(8, 16)) - 10))
+
+
+@pytest.mark.parametrize(
+    ("env", "files", "preset"),
+    [
+        ("d4rl/hopper", ["hopper-medium.npz"], "locomotion"),
+        ("Walker2d-v5", ["x.npz"], "locomotion"),
+        ("d4rl/halfcheetah", ["halfcheetah-medium.npz"], "runner"),
+        ("d4rl/halfcheetah", ["halfcheetah-medium.npz", "halfcheetah-expert.npz"], "locomotion"),
+        ("pointmaze-medium", ["x.npz"], "maze"),
+        ("antmaze-large", ["x.npz"], "antmaze"),
+        ("Pendulum-v1", ["x.npz"], None),
+        (None, ["pump.csv"], None),
+    ],
+)
+def test_the_usual_preset_is_that_of_the_data(env, files, preset):
+    ending = replace(make_episodes(), meta={"env_id": env, "source": files})
+    cut = ending.terminated | ending.truncated
+    endless = replace(ending, terminated=np.zeros_like(cut), truncated=cut)
+    assert dice.usual_preset(endless) == preset
+    assert dice.usual_preset(ending) == ("locomotion" if preset == "runner" else preset)  # models foresee no end
+    assert not dice.PRESETS["plain"]
 
 
 def test_guidance_by_name():

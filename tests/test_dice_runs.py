@@ -118,7 +118,7 @@ def test_stages_in_separate_runs(tmp_path):
     settings["behavior"] = str(tmp_path / "gone")
     with pytest.raises(UsageError, match="has no seed 4; it has 1, 0"):
         replaylab.train("diffusion-dice", log, out=tmp_path / "d", **settings | {"seeds": [0, 4]})
-    with pytest.raises(UsageError, match="another width"):
+    with pytest.raises(UsageError, match="another width: pass --behavior-width 16"):
         replaylab.train("diffusion-dice", log, out=tmp_path / "e", **settings | {"behavior_width": 32})
     with pytest.raises(UsageError, match="another setting of normalize"):
         replaylab.train("diffusion-dice", log, out=tmp_path / "h", **settings | {"normalize": True})
@@ -136,6 +136,39 @@ def test_a_single_behavior_model_serves_all_seeds(tmp_path):
     agent, _ = make_agent(log, (0, 1), stage="critic", behavior=str(run))
     trained = weights_of(run)[0]["score.out.weight"]
     assert torch.equal(agent.score.out.weight, torch.cat([trained, trained]))
+
+
+def test_a_behaviour_model_that_is_not_finished(tmp_path, monkeypatch):
+    log, settings = make_episodes(), FRONT | {"env": None}
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        stop_after(patch, 3)
+        replaylab.train("diffusion-dice", log, out=tmp_path / "b", **settings | {"stage": "behavior"})
+    settings |= {"stage": "critic", "behavior": str(tmp_path / "b")}
+    run = replaylab.train("diffusion-dice", log, out=tmp_path / "c", **settings)
+    assert f"the behaviour model of {tmp_path / 'b'} was stopped at update 3 of 6" in RunFolder(run).info()["notes"]
+    RunFolder(tmp_path / "b").write_info(status="failed", error="score_loss became NaN")
+    with pytest.raises(UsageError, match="b failed: score_loss became NaN"):
+        replaylab.train("diffusion-dice", log, out=tmp_path / "d", **settings)
+
+
+def test_a_policy_acts_as_it_is_told(tmp_path):
+    settings = FRONT | {"env": None, "guidance": 3.0}
+    run = replaylab.train("diffusion-dice", make_episodes(), out=tmp_path / "r", **settings)
+    assert RunFolder(run).info()["findings"]["critic"]["guidance"] == 3
+    assert replaylab.load_policy(run).agent.config.candidates == 4
+    assert replaylab.load_policy(run, candidates=2, guidance=0).agent.config.candidates == 2
+    with pytest.raises(UsageError, match="does not act by 'candidate'; did you mean 'candidates'"):
+        replaylab.load_policy(run, candidate=2)
+    with pytest.raises(UsageError, match="candidates must be at least 1"):
+        replaylab.load_policy(run, candidates=0)
+
+
+def test_nothing_is_drawn_where_there_is_nothing_to_choose(tmp_path):
+    run = replaylab.train("diffusion-dice", make_episodes(), out=tmp_path / "r", **FRONT)
+    acting = {"candidates": [1], "filter": ["max", "softmax"]}
+    told = []
+    both = replaylab.evaluate(run, episodes=3, acting=acting, device="cpu", told=told.append)
+    assert both[0]["returns"] == both[1]["returns"] and told == [both[:1], both[1:]]  # as they are played
 
 
 def test_the_behaviour_model_sees_states_as_it_learnt_them(tmp_path):
@@ -187,7 +220,10 @@ def test_a_sweep_without_training(tmp_path, capsys):
     assert main(["eval", str(run), "--candidates", "0", "--device", "cpu"]) == 2
     assert "candidates must be at least 1" in capsys.readouterr().err
     page = replaylab.report([run], tmp_path / "page.html").read_text()
-    assert "Guidance and candidates" in page and "1.5" in page
+    assert "Guidance and candidates" in page and "1.5" in page and "evaluations with other settings" not in page
+    assert main(["eval", str(run), "--guidance", "0", "1", "2", "3", "4", "--episodes", "1", "--device", "cpu"]) == 0
+    page = replaylab.report([run], tmp_path / "page.html").read_text()
+    assert "13 evaluations with other settings" in page and "Guidance and candidates" in page
     read = results.read_runs([run])[0]
     read.info["findings"] = {"critic": {"guidance": "<b>", "data": [[1], "x"], "both": 3}}
     from replaylab.sections.diffusion_dice import sections
@@ -212,6 +248,8 @@ def test_a_sweep_without_training(tmp_path, capsys):
         ({"ensemble": -1}, "ensemble must be at least 0"),
         ({"guidance": float("nan")}, "guidance must be a number"),
         ({"hidden": [0]}, "hidden must be at least 1"),
+        ({"guide_hidden": []}, "guide_hidden needs at least one number"),
+        ({"behavior_ema": 1.0}, "behavior_ema must be from 0 to 0.99999"),
         ({"stage": "critic"}, "belong together"),
         ({"behavior": "x"}, "belong together"),
         ({"stage": "critic", "behavior": "/nowhere"}, "/nowhere does not exist"),
@@ -229,7 +267,7 @@ def test_discrete_actions_are_refused():
 
 def test_a_broken_critic_stops_and_is_named(tmp_path):
     log = replace(make_episodes(), rewards=np.full(16, 1e38))
-    with pytest.raises(DataError, match=r"became NaN or infinite at step"):
+    with pytest.raises(DataError, match=r"became NaN or infinite at step \d+ \(update \d of critic\)"):
         replaylab.train("diffusion-dice", log, out=tmp_path / "r", **FRONT | {"rewards": "raw"})
 
 

@@ -82,6 +82,14 @@ def test_v_weighs_the_data_by_one():
     assert abs(float(weights(y).mean()) - 1) < 1e-3
 
 
+def test_the_originals_first_weights_leave_layer_norms_alone():
+    gens = generators([0], 4)
+    critics = Critics(gens, 1, 14, [256, 256], original=True, normed=True)
+    assert all((norm.weight == 1).all() and (norm.bias == 0).all() for norm in critics.nets.norms)
+    first = critics.nets.layers[0].weight.abs().amax((1, 2))  # (twins, ensemble); fans 14 and, wrongly, 256
+    assert (first[:2] > 0.2).all() and (first[2:] <= 1 / 16).all()
+
+
 def test_as_many_parameters_as_the_original():
     for state, action, twins, value, ten in (
         (11, 3, 139_778, 70_145, 698_890), (17, 6, 144_386, 71_681, 721_930), (29, 8, 151_554, 74_753, 757_770),

@@ -30,6 +30,7 @@ from replaylab.algos.diffusion_dice_foresight import Foresight
 from replaylab.algos.diffusion_dice_returns import UsualReturn
 from replaylab.algos.diffusion_dice_settings import ACTING, Config
 from replaylab.algos.diffusion_dice_settings import PRESETS as PRESETS
+from replaylab.algos.diffusion_dice_settings import SMALLER as SMALLER
 from replaylab.data.episodes import Episodes
 from replaylab.data.rewards import name_of, tuned_rewards
 from replaylab.data.sample import Later, Numbered, Pair, Store, Transitions, left_out
@@ -38,8 +39,9 @@ from replaylab.models.adam import adam
 from replaylab.models.draws import keys, normal, uniforms
 from replaylab.models.mlp import MLP, generators
 from replaylab.models.score import GuideNet, ScoreNet
-from replaylab.models.sdice import TWINS, Critics, Value, guide_loss, value_loss, weights
+from replaylab.models.sdice import TWINS, Critics, Value, guide_loss, spread, value_loss, weights
 from replaylab.models.solver import LAST, blend
+from replaylab.models.termination import family
 from replaylab.run import RunFolder
 from replaylab.tensors import under
 
@@ -49,8 +51,15 @@ LOOKED_AT = 600  # actions of each kind in the picture of a bandit
 
 
 def usual_preset(episodes: Episodes) -> str | None:
-    """The one to take when none is named."""
-    return "toy" if "toy-bandit" in name_of(episodes) else None
+    """The one to take when none is named: by what the data calls itself."""
+    name = name_of(episodes)
+    for word, preset in (("toy-bandit", "toy"), ("antmaze", "antmaze"), ("pointmaze", "maze")):
+        if word in name:
+            return preset
+    robot = family(episodes.env_id)
+    if robot == "halfcheetah" and "expert" not in name and not episodes.terminated.any():
+        return "runner"
+    return "locomotion" if robot in ("hopper", "walker2d", "ant", "halfcheetah") else None
 
 
 def needs(config: Config) -> list[str]:
@@ -60,12 +69,10 @@ def needs(config: Config) -> list[str]:
 
 def counters(config: Config) -> dict[str, int]:
     """Updates of a whole run."""
-    first, second = config.stage != "critic", config.stage != "behavior"
-    return {
-        "behavior_steps": first * config.behavior_steps,
-        "returns_steps": second * returns_steps(config),
-        "critic_steps": second * config.critic_steps,
-    }
+    found = {} if config.stage == "critic" else {"behavior_steps": config.behavior_steps}
+    if config.stage != "behavior":
+        found |= {"returns_steps": returns_steps(config), "critic_steps": config.critic_steps}
+    return found
 
 
 def returns_steps(config: Config) -> int:
@@ -121,8 +128,8 @@ class Agent(nn.Module):
     def _networks(self) -> None:
         config, (state, action) = self.config, self.sizes
         qs = TWINS + config.ensemble
-        gens = generators(self.seeds, 1 + qs)
-        own, of_qs = gens[:: 1 + qs], [g for i, g in enumerate(gens) if i % (1 + qs)]
+        drawn = [generators([seed], 1 + qs) for seed in self.seeds]
+        own, of_qs = [first for first, *_ in drawn], [g for _, *rest in drawn for g in rest]
         self.score = ScoreNet(own, state, action, config.behavior_width)
         self.average = copy.deepcopy(self.score).requires_grad_(False) if config.behavior_ema else None
         self.guide: GuideNet | None = None
@@ -160,107 +167,6 @@ class Agent(nn.Module):
         found["guide"] = make(self.guide, config.guide_lr, config.weight_decay)
         return found
 
-    # --- the phases
-
-    def phases(self, episodes: Episodes) -> list[Phase]:
-        config = self.config
-        if config.normalize:
-            self.normalizer.fit(episodes)
-        self.usual_guidance.fill_(usual_guidance(name_of(episodes)))
-        if self.sizes[1] == 2 and (episodes.observations == episodes.observations[:1]).all():
-            few = torch.tensor(episodes.actions[:LOOKED_AT], dtype=torch.float32, device=self.device)
-            self.data_actions = few.expand(len(self.seeds), -1, -1)
-            self.only_state = torch.tensor(episodes.observations[0], dtype=torch.float32, device=self.device)
-        if config.stage != "behavior":
-            episodes = replace(episodes, rewards=tuned_rewards(episodes, config.rewards, config.fidelity == "original"))
-        store = Store(episodes, self.device)
-        rows = Transitions(store, self.seeds, config.behavior_batch, next_observations=False)
-        behavior = Phase("behavior", config.behavior_steps, rows, self.behavior_update)
-        if config.stage == "behavior":
-            return [behavior]
-        rows = Transitions(store, self.seeds, config.batch_size, stream=1)
-        critic = Phase("critic", config.critic_steps, rows, self.critic_update)
-        if config.stage == "critic":
-            found = [critic]
-        elif config.schedule == "in-turn":
-            behavior.evaluates = False
-            found = [behavior, critic]
-        else:
-            found = self._together(behavior, critic)
-        found[-1].finish = self.findings
-        found = [*self._before(episodes, store), *found]
-        if config.stage == "critic":
-            if RunFolder(str(config.behavior)).exists():
-                self._load_behavior()  # at once: what does not fit is said before any folder is touched
-            else:
-                found[0].begin = self._load_behavior  # a run that is resumed has its own copy
-        return found
-
-    def _before(self, episodes: Episodes, store: Store) -> list[Phase]:
-        """What values build on."""
-        config = self.config
-        if self.foresight is not None:
-            phase = self.foresight.phase(episodes, self.device)
-            self.notes += left_out(episodes, "models of a step")
-            self.optimizers["dynamics"] = phase.sampler.optimizer
-            return [phase]
-        if not config.returns_steps:
-            return []
-        told = lambda observations: self.returns(self.seen(observations)).view(1, -1)  # noqa: E731
-        self.usual = UsualReturn(told, episodes, store, config, self.exact)
-        rows = Numbered(store, [0], config.batch_size, stream=2, next_observations=False)
-        phase = Phase("returns", config.returns_steps, rows, self.returns_update, evaluates=False)
-        phase.finish = self.usual.shape
-        return [phase]
-
-    def returns_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        self._set_rates({"returns": RETURNS_LR}, 0.0, self.returns_done, self.config.returns_steps)
-        told, error = self.usual.error(batch["observations"], batch["row"])
-        self._descend("returns", told, error * (2 / error.shape[1]))
-        self.returns_done += 1
-        return {"returns_error": error.square().mean(1).expand(len(self.seeds))}
-
-    def training_state(self) -> dict[str, Tensor]:
-        return {} if self.foresight is None else self.foresight.training_state()
-
-    def load_training_state(self, tensors: dict[str, Tensor]) -> None:
-        """Rewards are no part of a checkpoint: they are shaped again."""
-        if 0 < returns_steps(self.config) <= self.returns_done:
-            self.usual.shape()
-        if self.foresight is not None:
-            self.foresight.load_training_state(tensors)
-
-    def _together(self, behavior: Phase, critic: Phase) -> list[Phase]:
-        """Both in one update while both last, then the longer one alone. Each draws what it draws in turn."""
-        shared = min(behavior.steps, critic.steps)
-        both = Phase("both", shared, Pair(behavior.sampler, critic.sampler), self.both_update)
-        longer = max(behavior, critic, key=lambda phase: phase.steps)
-        rest = Phase(longer.name, longer.steps - shared, Later(longer.sampler, shared), longer.update)
-        return [both, rest] if rest.steps else [both]
-
-    def _load_behavior(self) -> None:
-        """The behaviour model of another run: each seed takes the one of the same seed, or the only one."""
-        run = RunFolder(str(self.config.behavior)).require()
-        members, stored = run.places(self.seeds, alone=True), run.weights()
-        found = under("average." if "average.out.bias" in stored else "score.", stored)
-        if "out.bias" not in found:
-            raise UsageError(f"{run.path} holds no behaviour model of diffusion-dice")
-        theirs = found["state.weight"].shape[1], found["out.bias"].shape[-1]
-        if theirs != self.sizes:
-            raise UsageError(
-                f"{run.path} was trained on states of {theirs[0]} numbers and actions of {theirs[1]}, "
-                f"this data has {self.sizes[0]} and {self.sizes[1]}"
-            )
-        if run.config().get("normalize") != self.config.normalize:
-            raise UsageError(f"{run.path} was trained with another setting of normalize")
-        try:
-            for net in (self.score, self.average):
-                if net is not None:
-                    net.load_state_dict({k: v[members] for k, v in found.items()})
-        except RuntimeError as error:
-            raise UsageError(f"{run.path} has a behaviour model of another width: see its behavior_width") from error
-        self.normalizer.load_state_dict(under("normalizer.", stored))  # it must see states as it learnt them
-
     # --- learning
 
     def _descend(self, name: str, output: Tensor, slope: Tensor) -> None:
@@ -272,9 +178,9 @@ class Agent(nn.Module):
     def _set_rates(self, rates: dict[str, float], least: float, done: Tensor, steps: int) -> None:
         """Learning rates along a cosine."""
         cosine = (1 + torch.cos(done * (math.pi / steps))) / 2
-        now = {rate: min(rate, least) + max(rate - least, 0.0) * cosine for rate in set(rates.values())}
         for name, rate in rates.items():
-            self.optimizers[name].param_groups[0]["lr"].copy_(now[rate])
+            now = min(rate, least) + max(rate - least, 0.0) * cosine
+            self.optimizers[name].param_groups[0]["lr"].copy_(now)
 
     @staticmethod
     def _noise(
@@ -299,13 +205,20 @@ class Agent(nn.Module):
         error = output.detach() + noise
         if config.behavior_lr_decay:
             self._set_rates({"score": config.behavior_lr}, 0.0, self.behavior_done, config.behavior_steps)
-        self._descend("score", output, error * (2 / error.shape[1]))
+        self._descend("score", output, error * (2 / error.shape[1]))  # of the sum over an action, the mean over rows
         if self.average is not None:
             with torch.no_grad():
                 slow, fast = tuple(self.average.parameters()), tuple(self.score.parameters())
                 torch._foreach_lerp_(slow, fast, 1 - config.behavior_ema)
         self.behavior_done += 1
         return {"score_loss": error.square().sum(-1).mean(1)}
+
+    def returns_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        self._set_rates({"returns": RETURNS_LR}, 0.0, self.returns_done, self.config.returns_steps)
+        told, error = self.usual.error(batch["observations"], batch["row"])
+        self._descend("returns", told, error * (2 / error.shape[1]))
+        self.returns_done += 1
+        return {"returns_error": error.square().mean(1).expand(len(self.seeds))}
 
     def critic_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Values, then the guidance towards what is better than usual."""
@@ -315,26 +228,26 @@ class Agent(nn.Module):
             rates = {"value": config.value_lr, "guide": config.guide_lr}
             rates |= {"critics": config.value_lr} if self.foresight is None else {}
             self._set_rates(rates, config.min_lr, self.critic_done, config.critic_steps)
-        learn = self._learn_values if self.foresight is None else self._learn_foresight
-        better, found = learn(batch, states, following)
+        if self.foresight is None:
+            y, found = self._learn_values(batch, states, following)
+        else:
+            y, found = self.foresight.learn(self._descend, batch, states, following)
         with self._precision():
             output = self.energies(states, actions).float()
         energy = output.detach()
-        g_loss, slope = guide_loss(energy, weights(better, config.least_weight))
+        g_loss, slope = guide_loss(energy, weights(y, config.least_weight))
         self._descend("guide", output, slope)
         self.critic_done += 1
-        return found | {
-            "guide_loss": g_loss, "energy": energy.mean((1, 2)), "energy_min": energy.amin((1, 2)),
-            "energy_max": energy.amax((1, 2)),
-        }  # fmt: skip
+        return found | {"guide_loss": g_loss} | spread("energy", energy.flatten(1))
 
     def _learn_values(
         self, batch: dict[str, Tensor], states: Tensor, following: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """V, then Q towards the new V, then the targets: in the original's order. y of the rows, and metrics."""
+        """V, then Q towards the new V, then the targets: in the original's order. y of the rows after that, and
+        metrics, in which y is that of before, which V learnt from."""
         config, actions, size = self.config, batch["actions"], batch["actions"].shape[1]
         value = self.value(states)
-        v_loss, slope, y = value_loss(value.detach(), self._target(states, actions), config.alpha)
+        v_loss, slope, before = value_loss(value.detach(), self._target(states, actions), config.alpha)
         self._descend("value", value, slope)
         with torch.no_grad():
             values = self.value(torch.cat([following, states], 1))
@@ -347,29 +260,13 @@ class Agent(nn.Module):
         self._descend("critics", q, slope)
         self.critics.track(config.tau)
         if self.by_advantage:
-            better = q.detach()[:, TWINS:].mean(1) / config.alpha
+            y = q.detach()[:, TWINS:].mean(1) / config.alpha
         else:
-            better = (self._target(states, actions) - values[:, size:]) / config.alpha
+            y = (self._target(states, actions) - values[:, size:]) / config.alpha
         found = {"value_loss": v_loss, "critic_loss": q_loss[:, :TWINS].sum(1), "value": values[:, size:].mean(1)}
         if config.ensemble:
             found["ensemble_loss"] = q_loss[:, TWINS:].mean(1)
-        return better, found | {"y": y.mean(1), "y_min": y.amin(1), "y_max": y.amax(1)}
-
-    def _learn_foresight(
-        self, batch: dict[str, Tensor], states: Tensor, following: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Each V towards what was logged and the slow Vs of the state that came."""
-        assert self.foresight is not None
-        config, ahead = self.config, self.foresight
-        goal = ahead.goal(batch["rewards"], batch["terminated"], following)
-        values = ahead.values(ahead.value, states)
-        told = values.detach()
-        loss, slope, _ = value_loss(told.flatten(0, 1), goal.repeat_interleave(config.values, 0), config.alpha)
-        self._descend("value", values, slope.view(values.shape))
-        ahead.track()
-        y = (goal - told.mean(1)) / config.alpha
-        found = {"value_loss": loss.view(told.shape[:2]).mean(1), "value": told.mean((1, 2))}
-        return y, found | {"y": y.mean(1), "y_min": y.amin(1), "y_max": y.amax(1)}
+        return y, found | spread("y", before)
 
     @torch.no_grad()
     def _target(self, states: Tensor, actions: Tensor) -> Tensor:
@@ -425,11 +322,11 @@ class Agent(nn.Module):
     def findings(self) -> dict[str, Any]:
         """The guidance that was used; and for data of one state with actions in the plane, which can be looked at,
         what each way of acting does (the first seed's actions, and what Q thinks of each)."""
-        found: dict[str, Any] = {"guidance": float(self.usual_guidance)}
+        kept, many = self.config, self.config.candidates
+        usual = float(self.usual_guidance) if kept.guidance is None else kept.guidance
+        found: dict[str, Any] = {"guidance": usual}
         if self.data_actions is None:
             return found
-        kept, usual = self.config, found["guidance"] if self.config.guidance is None else self.config.guidance
-        many = kept.candidates
         ways = {"selection alone": (0.0, many), "guidance alone": (usual, 1), "both": (usual, many)}
         shown = {"data": self.data_actions}
         for name, (guidance, candidates) in ways.items():
@@ -442,3 +339,106 @@ class Agent(nn.Module):
             columns = torch.cat([actions, q[..., None]], -1)[0].cpu().double().numpy()
             found[name] = np.round(columns, 3).tolist()  # rows of (x, y, Q)
         return found
+
+    # --- the phases
+
+    def phases(self, episodes: Episodes) -> list[Phase]:
+        config = self.config
+        if config.normalize:
+            self.normalizer.fit(episodes)
+        self.usual_guidance.fill_(usual_guidance(name_of(episodes)))
+        if self.sizes[1] == 2 and (episodes.observations == episodes.observations[:1]).all():
+            few = torch.tensor(episodes.actions[:LOOKED_AT], dtype=torch.float32, device=self.device)
+            self.data_actions = few.expand(len(self.seeds), -1, -1)
+            self.only_state = torch.tensor(episodes.observations[0], dtype=torch.float32, device=self.device)
+        if config.stage != "behavior":
+            episodes = replace(episodes, rewards=tuned_rewards(episodes, config.rewards, config.fidelity == "original"))
+        store = Store(episodes, self.device)
+        rows = Transitions(store, self.seeds, config.behavior_batch, next_observations=False)
+        behavior = Phase("behavior", config.behavior_steps, rows, self.behavior_update)
+        if config.stage == "behavior":
+            return [behavior]
+        rows = Transitions(store, self.seeds, config.batch_size, stream=1)
+        critic = Phase("critic", config.critic_steps, rows, self.critic_update)
+        if config.stage == "critic":
+            found = [critic]
+        elif config.schedule == "in-turn":
+            behavior.evaluates = False
+            found = [behavior, critic]
+        else:
+            found = self._together(behavior, critic)
+        found[-1].finish = self.findings
+        found = [*self._before(episodes, store), *found]
+        if config.stage == "critic":
+            if RunFolder(str(config.behavior)).exists():
+                self._load_behavior()  # at once: what does not fit is said before any folder is touched
+            else:
+                found[0].begin = self._load_behavior  # a run that is resumed has its own copy
+        return found
+
+    def _before(self, episodes: Episodes, store: Store) -> list[Phase]:
+        """What values build on."""
+        config = self.config
+        if self.foresight is not None:
+            phase = self.foresight.phase(episodes, self.device)
+            self.notes += left_out(episodes, "models of a step")
+            self.optimizers["dynamics"] = phase.sampler.optimizer
+            return [phase]
+        if not config.returns_steps:
+            return []
+
+        def told(observations: Tensor) -> Tensor:
+            return self.returns(self.seen(observations)).view(1, -1)
+
+        self.usual = UsualReturn(told, episodes, store, config, self.exact)
+        rows = Numbered(store, [0], config.batch_size, stream=2, next_observations=False)
+        phase = Phase("returns", config.returns_steps, rows, self.returns_update, evaluates=False)
+        phase.finish = self.usual.shape
+        return [phase]
+
+    def training_state(self) -> dict[str, Tensor]:
+        return {} if self.foresight is None else self.foresight.training_state()
+
+    def load_training_state(self, tensors: dict[str, Tensor]) -> None:
+        """Rewards are no part of a checkpoint: they are shaped again."""
+        if 0 < returns_steps(self.config) <= self.returns_done:
+            self.usual.shape()
+        if self.foresight is not None:
+            self.foresight.load_training_state(tensors)
+
+    def _together(self, behavior: Phase, critic: Phase) -> list[Phase]:
+        """Both in one update while both last, then the longer one alone. Each draws what it draws in turn."""
+        shared = min(behavior.steps, critic.steps)
+        both = Phase("both", shared, Pair(behavior.sampler, critic.sampler), self.both_update)
+        longer = max(behavior, critic, key=lambda phase: phase.steps)
+        rest = Phase(longer.name, longer.steps - shared, Later(longer.sampler, shared), longer.update)
+        return [both, rest] if rest.steps else [both]
+
+    def _load_behavior(self) -> None:
+        """The behaviour model of another run: each seed takes the one of the same seed, or the only one."""
+        run = RunFolder(str(self.config.behavior)).require()
+        members, stored = run.places(self.seeds, alone=True), run.weights()
+        found = under("average." if "average.out.bias" in stored else "score.", stored)
+        if "out.bias" not in found:
+            raise UsageError(f"{run.path} holds no behaviour model of diffusion-dice")
+        if run.info().get("status") == "failed":
+            raise UsageError(f"{run.path} failed: {run.info().get('error')}")
+        theirs = found["state.weight"].shape[1], found["out.bias"].shape[-1]
+        if theirs != self.sizes:
+            raise UsageError(
+                f"{run.path} was trained on states of {theirs[0]} numbers and actions of {theirs[1]}, "
+                f"this data has {self.sizes[0]} and {self.sizes[1]}"
+            )
+        if run.config().get("normalize") != self.config.normalize:
+            raise UsageError(f"{run.path} was trained with another setting of normalize")
+        try:
+            for net in (self.score, self.average):
+                if net is not None:
+                    net.load_state_dict({k: v[members] for k, v in found.items()})
+        except RuntimeError as error:
+            width = run.config().get("behavior_width")
+            raise UsageError(f"{run.path} has another width: pass --behavior-width {width}") from error
+        self.normalizer.load_state_dict(under("normalizer.", stored))  # it must see states as it learnt them
+        done, steps = int(stored["behavior_done"]), run.config()["behavior_steps"]
+        if done < steps and run.config()["stage"] != "critic":  # which has a finished one's copy
+            self.notes.append(f"the behaviour model of {run.path} was stopped at update {done:,} of {steps:,}")

@@ -32,7 +32,7 @@ class Sampling:
     def __call__(self, states: Tensor) -> Tensor:
         self.states.copy_(states)
         self.noise.normal_()
-        if self.agent.config.filter == "softmax":
+        if self.agent.config.filter == "softmax" and self.candidates > 1:
             self.races.exponential_()
         self.graph()
         return self.actions.clone()

@@ -27,8 +27,10 @@ from replaylab.errors import DataError
 from replaylab.models.dynamics import Dynamics, Fit
 from replaylab.models.imagine import Logged
 from replaylab.models.mlp import generators
-from replaylab.models.sdice import Value
+from replaylab.models.sdice import Value, spread, value_loss
 from replaylab.tensors import under
+
+Descend = Callable[[str, Tensor, Tensor], None]  # an optimiser's name, a network's output, the loss's slope in it
 
 
 class Foresight(nn.Module):
@@ -74,6 +76,21 @@ class Foresight(nn.Module):
 
     def values(self, net: nn.Module, states: Tensor) -> Tensor:  # (seeds, rows, state) -> (seeds, values, rows)
         return net(states.repeat_interleave(self.config.values, 0)).view(len(states), self.config.values, -1)
+
+    def learn(
+        self, descend: Descend, batch: dict[str, Tensor], states: Tensor, following: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Each V towards what was logged and the slow Vs of the state that came. y of the rows, and metrics."""
+        config = self.config
+        goal = self.goal(batch["rewards"], batch["terminated"], following)
+        values = self.values(self.value, states)
+        told = values.detach()
+        loss, slope, _ = value_loss(told.flatten(0, 1), goal.repeat_interleave(config.values, 0), config.alpha)
+        descend("value", values, slope.view(values.shape))
+        self.track()
+        y = (goal - told.mean(1)) / config.alpha
+        found = {"value_loss": loss.view(told.shape[:2]).mean(1), "value": told.mean((1, 2))}
+        return y, found | spread("y", y)
 
     @torch.no_grad()
     def goal(self, rewards: Tensor, terminated: Tensor, following: Tensor) -> Tensor:  # (seeds, rows)

@@ -38,7 +38,7 @@ class Config(Settings):
     behavior_lr: float = knob(1e-4, "Adam's learning rate of the behaviour model", RATE)
     behavior_lr_decay: bool = knob(True, "let it fall to zero along a cosine")
     behavior_ema: float = knob(
-        0.0, "act with a running mean of its weights, of this decay (0.9999, say); 0: without", SHARE
+        0.0, "act with a running mean of its weights, of this decay (0.9999, say); 0: without", Within(0, 0.99999)
     )
     behavior_width: int = knob(512, "of its widest layers", Within(4))
     # values and guidance
@@ -86,6 +86,13 @@ class Config(Settings):
             raise UsageError("--stage critic and --behavior RUN belong together")
 
 
+SMALLER = {
+    None: "quick",
+    "plain": "quick",
+    "paper": "quick",
+    "locomotion": "quick",
+    "runner": "quick-runner",
+}  # on a CPU
 ACTING = (
     "guidance", "candidates", "filter", "temperature", "aggregate", "solver_steps", "solver_order", "solver_power",
     "clip_actions",
@@ -109,6 +116,7 @@ _SMALL = {  # for a CPU core
     "noise_copies": 2, "guide_hidden": [128, 128, 128], "guide_lr": 1e-3,
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
+    "plain": {},  # the defaults, whatever the data
     "paper": _PAPER,
     # where data is of one mind the Qs of candidates differ by noise alone: softmax leaves that alone, max does not
     "locomotion": _ROBOT | {"critic_steps": 50_000, "behavior_lr": 3e-4, "filter": "softmax", "temperature": 0.02},

@@ -99,6 +99,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+SMALLER = {None: "quick", "gym": "quick", "strong": "quick"}  # on a CPU
 ACTING = ("temperature", "top_k")
 LOOKED_AT = 5000  # frames for their mean
 

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
 def _add_acting(verb: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Options that change how a run's policy acts: those of the systems of the runs that are named."""
     named = list(itertools.takewhile(lambda word: not word.startswith("-"), words[1:]))
+    named = named or [word for word in words[1:] if RunFolder(word).exists()]
     systems = dict.fromkeys(RunFolder(word).system() for word in named)
     for name in systems:
         module = system(name)
@@ -227,10 +229,18 @@ def _eval(args: argparse.Namespace) -> None:
             transition_scale=getattr(args, "noise_transition", 0.0),
             transition_rate=rate,
         )
-    found = []
+    found: list[dict[str, Any]] = []
+
+    def told(run: str, records: list[dict[str, Any]]) -> None:
+        for settings in {json.dumps(record["settings"]): record["settings"] for record in records}.values():
+            part = [record for record in records if record["settings"] == settings]
+            found.append({"run": run, "settings": settings, **summary(part), "records": part})
+            if not hasattr(args, "json"):
+                print(_line(found[-1]), flush=True)
+
     for run in args.runs:
         acting = getattr(system(RunFolder(run).system()), "ACTING", ())
-        records = evaluate(
+        evaluate(
             run,
             getattr(args, "env", None),
             episodes=args.episodes,
@@ -239,21 +249,20 @@ def _eval(args: argparse.Namespace) -> None:
             device=args.device,
             targets=getattr(args, "target", []),
             acting={name: getattr(args, name) for name in acting if hasattr(args, name)},
+            told=partial(told, run),
         )
-        for settings in {json.dumps(record["settings"]): record["settings"] for record in records}.values():
-            part = [record for record in records if record["settings"] == settings]
-            found.append({"run": run, "settings": settings, **summary(part), "records": part})
     if hasattr(args, "json"):
         print(json.dumps(found))
-        return
-    for row in found:
-        interval = "" if row["low"] is None else f" [{row['low']:.1f}, {row['high']:.1f}]"
-        error = "" if row["error"] is None else f" ± {row['error']:.1f} s.e."
-        print(
-            f"{row['run']}{_label(row['settings'])}: {row['env']} {row['score']} {row['mean']:.1f}{error}, "
-            f"IQM {row['iqm']:.1f}{interval}, raw return {row['return']:.1f}, "
-            f"length {row['length']:.0f}; {row['seeds']} seeds, {row['episodes']} episodes"
-        )
+
+
+def _line(row: dict[str, Any]) -> str:
+    interval = "" if row["low"] is None else f" [{row['low']:.1f}, {row['high']:.1f}]"
+    error = "" if row["error"] is None else f" ± {row['error']:.1f} s.e."
+    return (
+        f"{row['run']}{_label(row['settings'])}: {row['env']} {row['score']} {row['mean']:.1f}{error}, "
+        f"IQM {row['iqm']:.1f}{interval}, raw return {row['return']:.1f}, "
+        f"length {row['length']:.0f}; {row['seeds']} seeds, {row['episodes']} episodes"
+    )
 
 
 def _label(settings: dict[str, Any]) -> str:

@@ -193,7 +193,7 @@ def _boundary_warnings(episodes: Episodes) -> list[str]:
     starts = episodes.offsets[1:-1]
     leaks = _same_rows(episodes.final_observations[:-1], episodes.observations[starts]) if len(starts) else np.zeros(0)
     leaked = int((leaks * episodes.final_known[:-1]).sum())
-    if leaked:
+    if leaked and (episodes.observations != episodes.observations[:1]).any():  # where all states are one, none leaks
         who = f"the final observation of {count(leaked, 'episode')}"
         found.append(f"boundary leak: {who} is the first observation of the next one")
     unknown = int((~episodes.final_known).sum())

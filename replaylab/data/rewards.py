@@ -51,7 +51,7 @@ def tuned_rewards(episodes: Episodes, rule: str, drifting: bool = False) -> np.n
 def drifting_returns(episodes: Episodes, limit: int = LIMIT) -> np.ndarray:
     """Returns as IQL and its heirs cut them: rows whose time ran out are dropped, then a piece ends at a terminal or
     after `limit` rows, wherever that is; what is left over at the end does not count."""
-    kept = ~(episodes.truncated & ~episodes.terminated)
+    kept = ~episodes.truncated
     kept[-1] = False
     rewards, terminated = episodes.rewards[kept].astype(np.float64), episodes.terminated[kept]
     returns, total, length = [], 0.0, 0

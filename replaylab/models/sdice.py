@@ -56,6 +56,10 @@ def guide_loss(energy: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return (pushed + scale * energy).mean((1, 2)), (scale - pushed) / energy[0].numel()
 
 
+def spread(name: str, values: Tensor) -> dict[str, Tensor]:  # (seeds, rows) -> (seeds,) each
+    return {name: values.mean(1), f"{name}_min": values.amin(1), f"{name}_max": values.amax(1)}
+
+
 def aggregated(values: Tensor, how: str) -> Tensor:  # (seeds, members, rows) -> (seeds, rows)
     if how == "lcb":
         return values.mean(1) - values.std(1, correction=0)
@@ -110,7 +114,7 @@ class Critics(nn.Module):
     @torch.no_grad()
     def _original_init(self, generators: Sequence[torch.Generator]) -> None:
         """The original's ensemble reads the fan of a matrix from the wrong side: bounds follow the outputs."""
-        for tensor in self.nets.parameters():
+        for tensor in self.nets.layers.parameters():
             bound = tensor.shape[-1] ** -0.5
             for i, generator in enumerate(generators):
                 if i % self.members >= TWINS:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
 
 from replaylab import charts
 from replaylab.algos.diffusion_dice import ACTING
+from replaylab.data.toys import INNER
 from replaylab.page import Html, escape, grid, number, plus_minus, table
 from replaylab.results import BROKEN, Run, dictionary, finite, rows_of, text
 from replaylab.sections.gormpo import ensemble
@@ -18,17 +20,20 @@ GRID = ("guidance", "candidates")
 
 
 def sections(run: Run) -> list[tuple[str, Html]]:
-    found: dict[str, Any] = {}
     findings = dictionary(run.info.get("findings"))
-    for part in findings.values():
-        found |= dictionary(part)
+    found = _joined(findings)
     parts = [
-        ("One state, actions in the plane", _pictures(found)),
+        ("One state, actions in the plane", _pictures(run, found)),
         ("Guidance and candidates", _sweep(run, finite(found.get("guidance")))),
         ("What the critic believes", _beliefs(run)),
         ("Models of one step", _models(dictionary(findings.get("dynamics")))),
     ]
     return [(title, body) for title, body in parts if body]
+
+
+def _joined(findings: dict[str, Any]) -> dict[str, Any]:
+    """Of all phases: which one of them finds what depends on the schedule."""
+    return {name: value for part in findings.values() for name, value in dictionary(part).items()}
 
 
 # --- bandits
@@ -43,20 +48,29 @@ def points(rows: Any) -> np.ndarray:
     return found if found.ndim == 2 and found.shape[1] == 3 else np.zeros((0, 3))
 
 
-def _pictures(found: dict[str, Any]) -> Html:
+def _pictures(run: Run, found: dict[str, Any]) -> Html:
     shown = {way: points(found.get(way)) for way in WAYS}
     labels = ("action 1", "action 2", "Q")
     figures = [charts.density(way, p[:, 0], p[:, 1], p[:, 2], labels, bins=60) for way, p in shown.items() if len(p)]
     note = "Where the data is, and where each way of acting goes. Colour: what Q thinks, also where it cannot know."
-    return Html(f"<p>{escape(note)}</p>{grid(figures)}") if figures else Html("")
+    ours = re.search("toy[-_]bandit", text(run.config.get("data")))
+    rows = [[way, *(f"{share:.0%}" for share in ring(p))] for way, p in shown.items() if len(p)] if ours else []
+    shares = table(["actions", "within 0.1 of the best circle", "in the hole"], rows) if rows else Html("")
+    return Html(f"<p>{escape(note)}</p>{grid(figures)}{shares}") if figures else Html("")
+
+
+def ring(actions: np.ndarray) -> tuple[float, float]:
+    """Of the toy bandit: shares of actions within 0.1 of its best circle, and in its hole."""
+    radius = np.linalg.norm(actions[:, :2], axis=1)
+    return float((np.abs(radius - 1) < 0.1).mean()), float((radius < INNER).mean())
 
 
 def picture(findings: dict[str, Any]) -> str:
-    """The same as one SVG file for the docs: a panel a way, dots for actions."""
-    size, reach = 170, 1.7
+    """The same as one SVG file for the docs, from all findings of a run: a panel a way, dots for actions."""
+    size, reach, found = 170, 1.7, _joined(findings)
     panels = []
     for i, way in enumerate(WAYS):
-        x, y, _ = (points(findings.get(way)) * size / (2 * reach)).T
+        x, y, _ = (points(found.get(way)) * size / (2 * reach)).T
         dots = "".join(f"M{a:.1f} {-b:.1f}h0" for a, b in zip(x, y, strict=True))
         middle = f"{i * (size + 10) + size / 2:.0f} {size / 2 + 24:.0f}"
         panels.append(
@@ -88,6 +102,7 @@ def _sweep(run: Run, usual: float | None) -> Html:
             cells = tables.setdefault(json.dumps(rest, sort_keys=True), {})
             cells[settings["guidance"], settings["candidates"]] = score
     many = [(json.loads(rest), cells) for rest, cells in tables.items() if len(cells) > 1]
+    many.sort(key=lambda pair: [(finite(v) or 0.0, text(v)) for v in pair[0].values()])
     common = [set(map(str, rest.items())) for rest, _ in many]
     parts = []
     for rest, cells in many:
