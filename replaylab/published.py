@@ -20,7 +20,10 @@ _D3RLPY = "D4RL v2, last checkpoint, mean ± std, 10 seeds, one target return, b
 _ORK = "D4RL v2, mean ± its own spread, 4 seeds"
 _DT_PAPER = "paper, Table 2; D4RL, last checkpoint, mean and spread over 3 seeds"
 _DICE_PAPER = "paper, Table 1; D4RL v2, end of training, mean ± std, 5 seeds (columns of others: their own protocols)"
-_GORMPO = "repository's files, Jan 2026 code; D4RL v2, mean ± population std, 3 seeds (few rows: 2), 1000 epochs"
+_GORMPO = (
+    "repository's files, Jan 2026 code (signed tanh, no clamp); D4RL v2, mean ± population std, 3 seeds (few rows: 2), "
+    "1000 epochs; MBPO on halfcheetah-medium: the second of two triples, the first has 52.9"
+)
 _MBARC = "100k interactions, return of the best checkpoint, 1 seed"
 _ATARI_100K = "100k interactions, mean return over seeds"
 _ATARI_100K_5 = "100k interactions, mean return over 5 seeds"

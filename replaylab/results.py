@@ -59,6 +59,12 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def doubts(self) -> list[str]:
+        """What there is to say against its scores; the rest of the notes are of its training."""
+        said = self.info.get("notes")
+        return [note for note in self.notes if not isinstance(said, list) or note not in map(text, said)]
+
+    @property
     def step(self) -> int | None:
         """The last that was logged, over all phases."""
         return max((int(line["step"]) for line in self.metrics), default=None)

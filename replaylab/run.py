@@ -182,7 +182,11 @@ class RunFolder:
 
 def command_line() -> str:
     """The command that this process was started with, as a user would type it."""
-    return shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "replaylab"), *sys.argv[1:]])
+    name = Path(sys.argv[0]).name
+    if name == "distributed.py":  # each of its processes was started by torchrun
+        processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        return shlex.join(["torchrun", "--nproc-per-node", processes, "-m", "replaylab.distributed", *sys.argv[1:]])
+    return shlex.join([name.replace("__main__.py", "replaylab"), *sys.argv[1:]])
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from replaylab.cli import main
 from replaylab.cli.parser import Parser
 from replaylab.data.write import save
 from replaylab.offpolicy import Budget
-from replaylab.run import RunFolder
+from replaylab.run import RunFolder, command_line
 
 
 @pytest.fixture
@@ -118,6 +118,9 @@ def test_a_command_can_be_typed_again(log, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/replaylab", *words])
     assert run(capsys, *words)[0] == 0
     assert shlex.split(RunFolder(place).info()["command"]) == ["replaylab", *words]
+    monkeypatch.setattr(sys, "argv", ["/x/replaylab/distributed.py", "bc", "--out", "my runs"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert command_line() == "torchrun --nproc-per-node 4 -m replaylab.distributed bc --out 'my runs'"
 
 
 def test_yaml_under_the_command_line(log, tmp_path, capsys):
@@ -162,6 +165,11 @@ def test_a_run_s_own_settings_train_it_again(log, tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("preset: debugg\n")
     code, _, err = run(capsys, *words, "--config", str(tmp_path / "c.yaml"))
     assert code == 2 and "unknown preset 'debugg'; did you mean 'debug'" in err
+
+
+def test_a_peer_is_timed_by_itself(capsys):
+    code, _, err = run(capsys, "bench", "bc-update", "--against", "sb3")
+    assert code == 2 and "name no cases beside it" in err
 
 
 def test_help_names_every_default():

@@ -76,7 +76,7 @@ def sweep(tmp_path):
 def test_the_table_shows_the_last_score_and_the_best_apart(sweep):
     found = gather(sweep)
     assert found.rows == ["bc", "dt, highest target", "dt, second target"]
-    assert found.tasks == ["hopper-expert", "hopper-medium"]
+    assert found.tasks == ["hopper-medium", "hopper-expert"]  # as in the sweep's file
     entry = found.at("bc", "hopper-medium")
     # seeds have means 50 and 70: mean 60, standard error 20 / sqrt(2) / sqrt(2) = 10
     assert entry.summary()["mean"] == 60 and entry.summary()["error"] == pytest.approx(10)
@@ -84,17 +84,17 @@ def test_the_table_shows_the_last_score_and_the_best_apart(sweep):
     assert entry.seed_means() == [50, 70]
     assert found.at("dt, highest target", "hopper-medium").summary()["mean"] == pytest.approx(70.5)
     assert found.at("dt, second target", "hopper-expert") is None
-    assert found.complete() == (["bc"], ["hopper-expert", "hopper-medium"], found.rows[1:])
+    assert found.complete() == (["bc"], ["hopper-medium", "hopper-expert"], found.rows[1:])
     assert found.unfinished == {"dt-hopper-expert": "out of <memory>"}
 
 
 def test_markdown_and_csv_hold_the_same_table(sweep):
     found = gather(sweep)
     text = markdown(found)
-    assert "| bc | 105.0 ± 5.0 | 60 ± 10 |" in text
-    assert "| dt, highest target | failed | 70.50 ± 0.50 |" in text
-    assert "| *published:* BC (CORL) | – | 53.5 ± 1.8 |" in text and "last checkpoint, mean ± std, 4 seeds" in text
-    assert "2 seeds, 2 episodes a seed" in text and "dt-hopper-expert (out of <memory>)" in text
+    assert "| bc | 60 ± 10 | 105.0 ± 5.0 |" in text
+    assert "| dt, highest target | 70.50 ± 0.50 | failed |" in text
+    assert "| *published:* BC (CORL) | 53.5 ± 1.8 | – |" in text and "last checkpoint, mean ± std, 4 seeds" in text
+    assert "2 seeds, 2 episodes a seed" in text and "- dt-hopper-expert: out of <memory>" in text
     rows = list(csv.DictReader(io.StringIO(to_csv(found))))
     ours = next(r for r in rows if r["row"] == "bc" and r["task"] == "hopper-medium")
     assert (
@@ -110,8 +110,8 @@ def test_markdown_and_csv_hold_the_same_table(sweep):
 
 def test_the_best_checkpoint_stands_apart_in_markdown_too(sweep):
     first, _, best = markdown(gather(sweep)).partition("Best checkpoint of each seed")
-    assert "| bc | 105.0 ± 5.0 | 60 ± 10 |" in first and "85" not in first
-    assert "optimistic" in best and "2 seeds, 2 episodes a seed" in best and "| bc | 105.0 ± 5.0 | 85.0 ± 5.0 |" in best
+    assert "| bc | 60 ± 10 | 105.0 ± 5.0 |" in first and "85" not in first
+    assert "optimistic" in best and "2 seeds, 2 episodes a seed" in best and "| bc | 85.0 ± 5.0 | 105.0 ± 5.0 |" in best
 
 
 def test_what_is_not_finished_is_marked_everywhere(sweep, tmp_path):
@@ -127,9 +127,9 @@ def test_what_is_not_finished_is_marked_everywhere(sweep, tmp_path):
     queue.write(Plan("demo", queue.plan().cells + cells))
     queue.record(cells[0], "started")  # by a process that is gone
     found = gather(sweep)
-    assert "| mopo | – | 35 ± 10 (step 1,100, interrupted) |" in markdown(found)
+    assert "| mopo | 35 ± 10 (step 1,100, interrupted) | – |" in markdown(found)
     assert "| none | new | new |" in markdown(found) and found.rows.count("none") == 1
-    assert "| bcq | – | 33 (step 200, new) |" in markdown(found) and "| bc | 105.0 ± 5.0 | 60 ± 10 |" in markdown(found)
+    assert "| bcq | 33 (step 200, new) | – |" in markdown(found) and "| bc | 60 ± 10 | 105.0 ± 5.0 |" in markdown(found)
     rows = csv.DictReader(io.StringIO(to_csv(found)))
     told = {(r["row"], r["task"]): (r["status"], r["step"], r["mean"]) for r in rows if r["published"] != "yes"}
     assert told["mopo", "hopper-medium"] == ("interrupted", "1100", "35.0")
@@ -147,6 +147,29 @@ def test_what_is_not_finished_is_marked_everywhere(sweep, tmp_path):
     assert f"With scores of what is not finished: {told}." in text
     export(run, tmp_path / "results")
     assert "**35 ± 10** (step 1,100, running)" in results_markdown(tmp_path / "results", tmp_path / "R.md")
+
+
+def test_doubts_stand_in_every_table(sweep, tmp_path):
+    """What is left out of a score is said wherever the score is; what a run noted while training is not a doubt."""
+    run = sweep / "bc-hopper-medium"
+    lines = (run / "eval.jsonl").read_text().splitlines()
+    line = json.loads(lines[-1])
+    line["returns"], line["normalized"] = [*line["returns"], float("nan")], [*line["normalized"], float("nan")]
+    (run / "eval.jsonl").write_text("\n".join([*lines[:-1], json.dumps(line)]) + "\n")
+    (run / "run.json").write_text(json.dumps(json.loads((run / "run.json").read_text()) | {"notes": ["trained well"]}))
+    doubt, found = "1 return not finite and left out", gather(sweep)
+    text = markdown(found)
+    assert f"- bc-hopper-medium: {doubt}" in text and "trained well" not in text
+    assert "- dt-hopper-expert: out of <memory>" in text
+    row = next(
+        r for r in csv.DictReader(io.StringIO(to_csv(found))) if (r["row"], r["task"]) == ("bc", "hopper-medium")
+    )
+    assert doubt in row["doubts"] and "trained well" not in row["doubts"]
+    assert "trained well" in Page(compare(sweep, tmp_path / "c.html", reports=False).read_text()).text
+    export(run, tmp_path / "results")
+    assert f"- bc-hopper-medium: {doubt}" in results_markdown(tmp_path / "results", tmp_path / "R.md")
+    make_run(tmp_path / "again", [(200, 0, [1, 2])])
+    assert "seed 0 is in" in markdown(gather([run, tmp_path / "again"]))
 
 
 def test_curves_say_how_many_episodes_they_are_of(tmp_path):
@@ -277,7 +300,7 @@ def test_a_dataset_has_a_column_for_each_environment_it_was_played_in(sweep):
     with open(run / "eval.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
     found = gather(sweep)
-    assert found.tasks == ["hopper-expert", "hopper-medium in d4rl/hopper", "hopper-medium in Hopper-v5"]
+    assert found.tasks == ["hopper-medium in d4rl/hopper", "hopper-medium in Hopper-v5", "hopper-expert"]
     assert found.at("dt, highest target", "hopper-medium in d4rl/hopper") is not None
     shutil.rmtree(sweep / "dt-hopper-medium")
     assert gather(sweep).instead("dt", "hopper-medium in d4rl/hopper") == "new"
@@ -289,7 +312,7 @@ def test_a_damaged_cell_does_not_hide_the_others(sweep, tmp_path, name):
     page = compare(sweep, tmp_path / "c.html")
     found = gather(sweep)
     assert found.instead("bc", "hopper-medium") == "unreadable" and name in found.unfinished["bc-hopper-medium"]
-    assert "| bc | 105.0 ± 5.0 | unreadable |" in markdown(found)
+    assert "| bc | unreadable | 105.0 ± 5.0 |" in markdown(found)
     assert page.read_text().count(f"{name} is not") == 1  # told once
     with pytest.raises(ReplaylabError, match=name):
         export(sweep, tmp_path / "results")
@@ -389,7 +412,7 @@ def test_evidence_of_a_run_without_a_simulator_has_a_row(tmp_path):
     (run / "run.json").write_text(json.dumps(info))
     export(run, tmp_path / "results")
     text = results_markdown(tmp_path / "results", tmp_path / "R.md")
-    assert "| bc | `steps 200` | not evaluated |  |  |  | 6 min 00 s | NVIDIA H200 | [a.json]" in text
+    assert "| bc | `steps 200` | not evaluated |  |  |  | 6 min 00 s | NVIDIA H200 | 2026-01-03 | [a.json]" in text
     assert "```" not in text
 
 

@@ -36,6 +36,8 @@ def bench(
     """
     if against is not None and against not in PEERS:
         raise UsageError(f"unknown peer '{against}'{nearest(against, PEERS)}")
+    if against is not None and cases:
+        raise UsageError("--against times what both have: name no cases beside it")
     known = {f"against-{against}": _module(against).against} if against else all_cases()
     unknown = [] if against else [case for case in cases or [] if case not in known]
     if unknown:

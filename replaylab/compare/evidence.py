@@ -44,7 +44,7 @@ people's numbers under their own protocols, on D4RL's data: beside `X-medium+X-e
 NOTES = "What data this is, learning curves of collecting, and what was tried besides: [NOTES.md](NOTES.md).\n"
 HEAD = (
     "system", "settings", "score, last checkpoint", "best checkpoint", "IQM [95 %]", "seeds x episodes", "time",
-    "machine", "file",
+    "machine", "date", "file",
 )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def _result(found: Run, note: str) -> dict[str, Any]:
         "date": str(info.get("finished") or info.get("started") or "")[:10],
         "seconds": info.get("seconds"),
         "status": info.get("status"),
-        "note": note,
+        "note": "; ".join([*([note] if note else []), *found.doubts]),
         "scores": [{"env": group.env, "settings": group.settings, **_score(group)} for group in found.evaluations],
     }
 
@@ -196,7 +196,8 @@ def _section(task: str, results: Sequence[dict[str, Any]]) -> str:
         if known:
             mean, spread = known
             told = number(mean) if spread is None else f"{mean:.4g} ± {spread:.4g}"
-            lines.append(f"| *published:* {p.name} | {protocol(p, kinds)} | {told} | | | | | | |")
+            cells = [f"*published:* {p.name}", protocol(p, kinds), told, *[""] * (len(HEAD) - 3)]
+            lines.append(f"| {' | '.join(cells)} |")
     commands = dict.fromkeys(str(r["command"]) for r in results if not str(r["command"] or "-").startswith("-"))
     lines += ["", *(["```", *commands, "```"] if commands else [])]  # `python -` and `python -c` leave no command
     lines += [f"- {r['name']}: {r['note']}" for r in results if r.get("note")]
@@ -212,7 +213,7 @@ def _settings(result: dict[str, Any]) -> str:
 def _cost(result: dict[str, Any]) -> list[str]:
     machine = result.get("machine") or {}
     where = f"{machine.get('cores', '?')} cores" if machine.get("device") == "cpu" else str(machine.get("device", "?"))
-    return [duration(result["seconds"]), where, result["file"]]
+    return [duration(result["seconds"]), where, str(result.get("date") or ""), result["file"]]
 
 
 def _unscored(result: dict[str, Any]) -> str:

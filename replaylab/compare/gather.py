@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,18 +80,27 @@ class Comparison:
     runs: list[Run]
     unfinished: dict[str, str] = field(default_factory=dict)  # cell -> why
     unscored: dict[Name, Unscored] = field(default_factory=dict)
+    names: list[Name] = field(default_factory=list)  # of all, in the sweep's order
 
     @property
     def rows(self) -> list[str]:
         rows = list(dict.fromkeys(e.row for e in self.entries))
         missing = dict.fromkeys(row for row, _, _ in self.unscored)
-        return rows + [row for row in missing if not any(_of(shown, row) for shown in rows)]
+        rows += [row for row in missing if not any(_of(shown, row) for shown in rows)]
+        return _ordered(rows, [row for row, _, _ in self.names], _of)
 
     @property
     def tasks(self) -> list[str]:
         tasks = list(dict.fromkeys(e.task for e in self.entries))
         missing = dict.fromkeys(task for _, task, _ in self.unscored)
-        return tasks + [task for task in missing if not any(_in(shown, task) for shown in tasks)]
+        tasks += [task for task in missing if not any(_in(shown, task) for shown in tasks)]
+        return _ordered(tasks, [task for _, task, _ in self.names], _in)
+
+    @property
+    def doubts(self) -> list[str]:
+        """What there is to say against the scores."""
+        told = [f"{name}: {why}" for name, why in self.unfinished.items()]
+        return list(dict.fromkeys(told + [f"{run.name}: {line}" for run in self.runs for line in run.doubts]))
 
     def at(self, row: str, task: str) -> Entry | None:
         return next((e for e in self.entries if e.row == row and e.task == task), None)
@@ -104,8 +113,8 @@ class Comparison:
     def complete(self) -> tuple[list[str], list[str], list[str]]:
         """(rows, tasks, rows left out) for aggregates: only normalised scores, only rows that have every task. Where no
         row has them all, the tasks are those of the row that most others can be held against."""
-        scored = dict.fromkeys(e.task for e in self.entries)
-        tasks = [t for t in scored if all(e.normalized for e in self.entries if e.task == t)]
+        kinds = {t: [e.normalized for e in self.entries if e.task == t] for t in self.tasks}
+        tasks = [t for t, normalized in kinds.items() if normalized and all(normalized)]
 
         def with_all(wanted: list[str]) -> list[str]:
             return [row for row in self.rows if wanted and all(self.at(row, task) for task in wanted)]
@@ -125,6 +134,11 @@ def _of(shown: str, row: str) -> bool:
 def _in(shown: str, task: str) -> bool:
     """Whether a dataset is shown under this name: its own, or its own with an environment."""
     return shown == task or shown.startswith(f"{task} in ")
+
+
+def _ordered(shown: Iterable[str], names: Sequence[str], same: Callable[[str, str], bool]) -> list[str]:
+    """As the sweep has them, not as they happen to end."""
+    return sorted(shown, key=lambda s: next((i for i, name in enumerate(names) if same(s, name)), len(names)))
 
 
 def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
@@ -156,7 +170,7 @@ def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
         if name not in scored
     }
     title = paths[0].resolve().name if len(paths) == 1 else "runs"
-    return Comparison(title, list(entries.values()), found, why, unscored)
+    return Comparison(title, list(entries.values()), found, why, unscored, list(status))
 
 
 def read_sweep(folder: Path) -> tuple[dict[str, Cell], dict[str, str], dict[str, str]]:

@@ -65,8 +65,7 @@ def _scores(found: Comparison) -> Html:
         if others:
             more = table(["", *found.tasks], _published(found, others)) + _protocols(found, others)
             parts.append(details("What others have published on these tasks", Html(more)))
-    told = [f"{name}: {why}" for name, why in found.unfinished.items()]
-    told += [f"{run.name}: {line}" for run in found.runs for line in run.notes]
+    told = found.doubts + [f"{run.name}: {line}" for run in found.runs for line in run.notes]
     parts.append(warning_list(list(dict.fromkeys(told))))
     return Html("".join(parts))
 

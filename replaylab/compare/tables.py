@@ -15,7 +15,7 @@ from replaylab.scores import reference
 
 COLUMNS = (
     "row", "system", "task", "env", "status", "step", "score", "mean", "error", "error_is", "iqm", "iqm_low",
-    "iqm_high", "seeds", "episodes", "best_mean", "best_error", "hours", "gpu_hours", "published", "protocol",
+    "iqm_high", "seeds", "episodes", "best_mean", "best_error", "hours", "gpu_hours", "published", "protocol", "doubts",
 )  # fmt: skip
 
 
@@ -87,14 +87,13 @@ def no_scores(found: Comparison) -> str:
 
 def markdown(found: Comparison) -> str:
     lines = _grid(found, "last")
-    unfinished = [f"Not finished: {name} ({why})." for name, why in found.unfinished.items()]
+    doubts = [f"- {line}" for line in found.doubts]
     if not found.entries:
-        return "\n".join([*lines, "", no_scores(found), *unfinished]) + "\n"
+        return "\n".join([*lines, "", no_scores(found), "", *doubts]) + "\n"
     others = neighbours(found, ours=True) + neighbours(found, ours=False)
     lines += [f"| *published:* {p.name} | {' | '.join(published_cells(found, p))} |" for p in others]
     error = "mean ± standard error over seeds (of one seed: over episodes)"
-    lines += ["", f"{_kinds(found)} of the last checkpoint, {error}; {amount(found.entries)}."]
-    lines += unfinished
+    lines += ["", f"{_kinds(found)} of the last checkpoint, {error}; {amount(found.entries)}.", "", *doubts]
     lines += [f"- published, {line}." for line in protocols(found, others)]
     told = f"optimistic, as chosen with the evaluations it is judged by; {amount(found.entries, 'best')}"
     lines += ["", f"Best checkpoint of each seed ({told}):", "", *_grid(found, "best")]
@@ -148,6 +147,7 @@ def _csv_row(entry: Entry) -> dict[str, Any]:
         "iqm": last["iqm"], "iqm_low": last["low"], "iqm_high": last["high"], "seeds": last["seeds"],
         "episodes": last["episodes"], "best_mean": best["mean"], "best_error": best["error"],
         **_hours(entry.runs), "published": "", "protocol": "",
+        "doubts": "; ".join(f"{run.name}: {line}" for run in entry.runs for line in run.doubts),
     }  # fmt: skip
 
 
