@@ -5,11 +5,19 @@ at once; `phases(episodes)` says what is trained in which order, `act(observatio
 An agent with a memory also has `begin(batch, targets)`, which makes the state, and `targets`, the returns to ask for;
 its state has `receive(rewards)` and `reset(which)`.
 
-A module may also have `ACTING`, the fields of its Config that change only how it acts, so that `eval` can sweep them;
-and `ONLINE = True` with `spaces(env_id)`, if it makes its own data, one seed a run: `phases` is then given the
-environment's id, which `environment(env_id)` may have translated. An agent may have `notes`, lines for the user;
-`idle`, those of `ACTING` that change nothing it does;
-`training_state()` and `load_training_state(tensors)`, for what a checkpoint must hold besides weights and optimisers.
+A module may also have
+    ACTING                    fields of its Config that change only how it acts, so that `eval` can sweep them
+    ONLINE, spaces(env_id)    it makes its own data, one seed a run: `phases` is then given the environment's id, which
+                              `environment(env_id)` may have translated
+    usual_preset(episodes)    the preset to take when none is named
+    SMALLER                   preset -> its small form, which a user without a GPU is told of
+    needs(config)             run folders that a run cannot begin without
+    counters(config)          updates of a whole run, where its settings do not say how many they add up to
+and an agent
+    notes                     lines for the user
+    idle                      those of `ACTING` that change nothing it does
+    effort                    how many times dearer than one pass of a network an answer is
+    training_state(), load_training_state(tensors)    what a checkpoint must hold besides weights and optimisers
 """
 
 from __future__ import annotations
