@@ -4,8 +4,9 @@
 
 Every process draws the indices of the whole batch, which are a function of seed and step, and gathers its own part. The
 gradient of each parameter is averaged over the processes as soon as it is there, so clipping and optimisers see what
-one process with the whole batch would have seen: the same run to rounding, whatever the number of processes. Where a
-batch has a mask, a process counts by its unmasked share, seed by seed; dropout, of course, draws other units.
+one process with the whole batch would have seen: the same run to rounding, whatever the number of processes. Noise is
+that of a row's place in the whole batch (`models/draws.py`). Where a batch has a mask, a process counts by its unmasked
+share, seed by seed; dropout, of course, draws other units, and the Decision Transformer's `ahead` has a mask of its own.
 The first process writes the run folder and evaluates. The others keep theirs in a folder that is thrown away.
 """
 
@@ -26,9 +27,12 @@ from torch import Tensor, distributed
 
 from replaylab.algos import Phase, system
 from replaylab.config import read_yaml, write_yaml
+from replaylab.data.sample import Pair
 from replaylab.errors import ReplaylabError, UsageError
+from replaylab.models import draws
 
 BATCH = 2  # axis of the indices: (steps, seeds, batch, ...)
+EXTREMES = {"_min": distributed.ReduceOp.MIN, "_max": distributed.ReduceOp.MAX}  # by how a metric's name ends
 
 
 def world() -> int:
@@ -52,12 +56,19 @@ class Part:
     """A sampler whose draws are this process's part of the batch."""
 
     def __init__(self, sampler: Any, weights: Tensor):
-        self.sampler, self.weights = sampler, weights
+        self.sampler, self.weights, self.begun = sampler, weights, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sampler, name)
 
+    @property
+    def batch_size(self) -> int:
+        return self.sampler.batch_size // world()
+
     def draw(self, start: int, steps: int) -> np.ndarray:
+        if rank() and not self.begun:  # dropout differs from process to process; a checkpoint has the first one's seed
+            torch.manual_seed(torch.initial_seed() + rank() * 1_000_003 + start)
+        self.begun = True
         drawn = self.sampler.draw(start, steps)
         size = drawn.shape[BATCH] if drawn.ndim > BATCH else 1
         if size % world():
@@ -89,16 +100,23 @@ def join(agent: Any, phases: Sequence[Phase]) -> None:
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(partial(_average, weights))
     for phase in phases:
-        phase.sampler, phase.update = Part(phase.sampler, weights), partial(_update, phase.update, weights)
-    if rank():  # dropout differs from process to process
-        torch.manual_seed(torch.initial_seed() + rank())
+        phase.sampler, phase.update = _part(phase.sampler, weights), partial(_update, phase.update, weights)
+    draws.take(rank(), world())
+
+
+def _part(sampler: Any, weights: Tensor) -> Any:
+    if isinstance(sampler, Pair):  # each of the two has a batch of its own to be shared out
+        return Pair(*(_part(each, weights) for each in (sampler.first, sampler.second)))
+    return Part(sampler, weights)
 
 
 def _update(update: Callable[[dict[str, Tensor]], dict[str, Tensor]], weights: Tensor, batch: Any) -> dict[str, Tensor]:
     """An update whose metrics are those of the whole batch."""
-    found = {name: value * weights for name, value in update(batch).items()}  # (seeds,) each
-    for value in found.values():
-        distributed.all_reduce(value)
+    found = update(batch)  # (seeds,) each
+    for name, value in found.items():
+        extreme = EXTREMES.get(name[-4:])
+        found[name] = value * weights if extreme is None else value.clone()
+        distributed.all_reduce(found[name], extreme or distributed.ReduceOp.SUM)
     return found
 
 

@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_episodes
+from test_dice_foresight import SMALL as FORESEES
+from test_dice_foresight import endless
+from tiny_dice import TINY as TINY_DICE
+from tiny_dice import make_agent
 
 import replaylab
 from replaylab import distributed
-from replaylab.algos import Spaces, bc, dt
+from replaylab.algos import Spaces, bc, bcq, dt
+from replaylab.algos import diffusion_dice as dice
 from replaylab.errors import UsageError
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
@@ -23,25 +28,33 @@ CPU = torch.device("cpu")
 BREAKOUT = Path(__file__).parent / "data" / "dqn_replay" / "Breakout"
 TINY = {"width": 16, "layers": 1, "dropout": 0.0}
 FRAMES = dt.PRESETS["atari"] | TINY | {"batch_size": 4, "warmup_tokens": 1}
+DICE = TINY_DICE | {"returns_steps": 6, "normalize": True}
 CONFIGS = {
     "bc": (bc, bc.Config(steps=20, batch_size=16, hidden=[16])),
     "dt": (dt, dt.Config(**TINY, steps=20, batch_size=8, context=3, clip=0.1, warmup_steps=2)),
     "dt on frames": (dt, dt.Config(**FRAMES)),
+    "bcq": (bcq, bcq.Config(steps=20, batch_size=8, hidden=[16], vae_hidden=[16], samples=3)),
+    "diffusion-dice": (dice, dice.Config(**DICE)),
+    "diffusion-dice together": (dice, dice.Config(**DICE, schedule="together")),
 }
 
 
 def updates(name, path=None, steps=6):
-    """Some updates of a tiny system: (losses, weights), or saved to `path`."""
+    """Some updates of each phase of a tiny system: {phase and metric, or weight: its numbers}, or saved to `path`."""
     module, config = CONFIGS[name]
     # short: many windows are padded, and the processes' parts differ in how much
     episodes = replaylab.load(BREAKOUT) if name == "dt on frames" else make_episodes((5, 3, 8, 6))
     torch.manual_seed(0)
     agent = module.Agent(config, Spaces.of(episodes), [0, 1], CPU)
-    phases = agent.phases(episodes)
+    phases, found = agent.phases(episodes), {}
     distributed.join(agent, phases)
-    stepper = Stepper(phases[0], CPU)
-    stepper.run(0, steps)
-    found = {"loss": torch.tensor(stepper.read()["loss"]), **agent.state_dict()}
+    for phase in phases:
+        stepper = Stepper(phase, CPU)
+        stepper.run(0, min(steps, phase.steps))
+        found |= {f"{phase.name} {metric}": torch.tensor(values) for metric, values in stepper.read().items()}
+        if phase.finish:
+            phase.finish()
+    found |= {key: value for key, value in agent.state_dict().items() if key != "kl"}  # bcq's, of its own part
     if path is None:
         return found
     torch.save(found, path)
@@ -74,7 +87,7 @@ def test_two_processes_learn_what_one_with_the_whole_batch_learns(name, tmp_path
     for key, value in whole.items():
         assert torch.equal(first[key], second[key]), key
         # where a gradient is next to 0 Adam magnifies its rounding; six updates move a weight by 1e-3
-        torch.testing.assert_close(first[key], value, rtol=1e-4, atol=1e-6 if key == "loss" else 1e-5)
+        torch.testing.assert_close(first[key], value, rtol=1e-4, atol=1e-6 if " " in key else 1e-5)
 
 
 def test_a_batch_that_cannot_be_shared_out_is_an_error(monkeypatch):
@@ -84,6 +97,31 @@ def test_a_batch_that_cannot_be_shared_out_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UsageError, match="a batch of 16 cannot be shared out to 3"):
         distributed.Part(sampler, torch.ones(1)).draw(0, 1)
+
+
+def test_what_works_between_updates_is_not_shared_out(monkeypatch):
+    agent, phases = make_agent(endless(), **FORESEES)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="phase 'dynamics' works between its updates and cannot be shared out"):
+        distributed.join(agent, phases)
+
+
+def test_a_process_that_resumes_drops_other_units_than_the_first(monkeypatch):
+    module, config = CONFIGS["bc"]
+    episodes = make_episodes()
+    sampler = module.Agent(config, Spaces.of(episodes), [0], CPU).phases(episodes)[0].sampler
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    drawn = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        part = distributed.Part(sampler, torch.ones(1))
+        torch.manual_seed(5)  # where the first process's checkpoint puts each of them
+        for start in (3, 4):
+            part.draw(start, 1)
+            drawn[rank, start] = float(torch.rand(()))
+    torch.manual_seed(5)
+    assert [drawn["0", 3], drawn["0", 4]] == torch.rand(2).tolist()  # the first goes on as it was
+    assert len(set(drawn.values())) == 4
 
 
 def test_a_system_that_plays_is_not_shared_out(monkeypatch, tmp_path):

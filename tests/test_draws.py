@@ -32,3 +32,20 @@ def test_a_seed_does_not_know_its_company():
     alone, together = draws.keys([7]), draws.keys([0, 1, 7])
     step = torch.tensor(9)
     assert torch.equal(draws.uniforms(alone, step, 50), draws.uniforms(together, step, 50)[2:])
+
+
+def test_parts_of_a_batch_meet_the_numbers_of_the_whole(monkeypatch):
+    """A batch of six rows with tables of one and of two numbers a row, in one process and in three."""
+    keys, step = draws.keys([0, 1]), torch.tensor(4)
+
+    def tables(rows):
+        return draws.own(draws.uniforms(keys, step, draws.whole(3 * rows)), [rows, 2 * rows])
+
+    alone, pairs = tables(6)
+    assert torch.equal(torch.cat([alone, pairs], 1), draws.uniforms(keys, step, 18))  # nothing is reordered
+    for part in range(3):
+        monkeypatch.setattr(draws, "part", part)
+        monkeypatch.setattr(draws, "parts", 3)
+        own = tables(2)
+        assert torch.equal(own[0], alone[:, 2 * part : 2 * part + 2])
+        assert torch.equal(own[1], pairs[:, 4 * part : 4 * part + 4])

@@ -168,9 +168,11 @@ class Agent(nn.Module):
         observations = self.normalizer(batch["observations"])
         actions, size = (batch["actions"] - self.center) / self.scale, observations.shape[1]
         self.done += 1
-        noise = draws.normals(self.keys, self.done, size * (2 + self.config.samples) * self.latent)
-        posterior, other = noise.unflatten(1, (-1, self.latent)).split([size, size * (1 + self.config.samples)], 1)
-        proposal, tried = other.clamp(-LATENT_CLIP, LATENT_CLIP).split([size, size * self.config.samples], 1)
+        sizes = [size, size, size * self.config.samples]
+        noise = draws.normals(self.keys, self.done, draws.whole(sum(sizes) * self.latent))
+        noise = noise.unflatten(1, (-1, self.latent))
+        posterior, _, _ = draws.own(noise, sizes)
+        _, proposal, tried = draws.own(noise.clamp(-LATENT_CLIP, LATENT_CLIP), sizes)
 
         mean, log_std = self.encode(observations, actions)
         rebuilt = self.decode(observations, mean + log_std.exp() * posterior)

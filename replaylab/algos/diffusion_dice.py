@@ -36,7 +36,7 @@ from replaylab.data.rewards import name_of, tuned_rewards
 from replaylab.data.sample import Later, Numbered, Pair, Store, Transitions, left_out
 from replaylab.errors import UsageError
 from replaylab.models.adam import adam
-from replaylab.models.draws import keys, normal, uniforms
+from replaylab.models.draws import keys, normal, own, uniforms, whole
 from replaylab.models.mlp import MLP, generators
 from replaylab.models.score import GuideNet, ScoreNet
 from replaylab.models.sdice import TWINS, Critics, Value, guide_loss, spread, value_loss, weights
@@ -188,8 +188,8 @@ class Agent(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """A time for each row, (seeds, batch, 1), and noise for each of its copies, (seeds, batch * copies, action)."""
         members, batch, width = actions.shape
-        drawn = uniforms(key, done, batch * (1 + copies * width))
-        times, noise = drawn.split([batch, batch * copies * width], 1)
+        drawn = uniforms(key, done, whole(batch * (1 + copies * width)))
+        times, noise = own(drawn, [batch, batch * copies * width])
         time = LAST + (1 - LAST) * ((1 + times) / 2) ** power
         return time.view(members, batch, 1), normal(noise).view(members, -1, width)
 

@@ -2,6 +2,9 @@
 
 A generator of the device deals its numbers out by place in the stack, so that a seed's would depend on who trains
 beside it. A hash of a counter does not, is captured in a graph like any arithmetic, and leaves no state to save.
+
+A process that has only a part of each batch draws the numbers of the whole one and keeps those of its own rows, so that
+a row meets the same noise wherever it is learnt from: `count = whole(...)`, then `own`.
 """
 
 from __future__ import annotations
@@ -10,7 +13,15 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+
+part, parts = 0, 1  # of every batch, which part this process has, and of how many; `take` sets them
+
+
+def take(which: int, of: int) -> None:
+    """From now on this process has one of several equal parts of every batch: rows that stand side by side."""
+    global part, parts
+    part, parts = which, of
 
 
 def _signed(bits: int) -> int:
@@ -43,6 +54,24 @@ def uniforms(keys: Tensor, step: Tensor, count: int) -> Tensor:  # (seeds, 1), (
 
 def normals(keys: Tensor, step: Tensor, count: int) -> Tensor:  # the same, from the standard normal
     return normal(uniforms(keys, step, count))
+
+
+def whole(count: int) -> int:
+    """How many numbers all processes need where this one needs `count`."""
+    return parts * count
+
+
+def own(drawn: Tensor, sizes: Sequence[int]) -> list[Tensor]:  # (seeds, whole(sum of sizes), ...)
+    """Cut into tables with this process's rows of each, of these sizes. A table has its rows in the batch's order."""
+    tables = drawn.split([whole(size) for size in sizes], 1)
+    return [table.unflatten(1, (parts, size))[:, part] for table, size in zip(tables, sizes, strict=True)]
+
+
+def most(values: Tensor) -> Tensor:
+    """The largest of what all processes hold, element by element."""
+    if parts > 1:
+        distributed.all_reduce(values := values.clone(), distributed.ReduceOp.MAX)
+    return values
 
 
 def normal(uniform: Tensor) -> Tensor:

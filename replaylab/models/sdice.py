@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from replaylab.models import draws
 from replaylab.models.gpt import LayerNorm
 from replaylab.models.mlp import MLP, Linear
 
@@ -51,7 +52,7 @@ def guide_loss(energy: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     above 80 count as 80.
     """
     exponent = (-energy).clamp(max=80)
-    largest = exponent.amax((1, 2), keepdim=True).clamp(min=-1)
+    largest = draws.most(exponent.amax((1, 2), keepdim=True)).clamp(min=-1)
     pushed, scale = weight[..., None] * (exponent - largest).exp(), (-largest).exp()
     return (pushed + scale * energy).mean((1, 2)), (scale - pushed) / energy[0].numel()
 
