@@ -25,7 +25,7 @@ test: install lint
 	$(BIN)/replaylab sweep benchmarks/smoke.yaml
 
 test-slow: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check ray==2.60.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'ray[default]==2.60.0'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m slow --timeout 3600
 
 lint: install

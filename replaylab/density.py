@@ -228,7 +228,7 @@ def fit(
         "curve": curve,
         "validation": model.log_prob(validation).mean().item(),
     }
-    tests = _tests(model, parts[2], distances or default_distances(episodes))
+    tests = shifted_tests(model, parts[2], distances or default_distances(episodes))
     notes = [*([] if inputs == "sa" else left_out(episodes, "density")), *doubts(kind, tests)]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
@@ -271,7 +271,7 @@ def default_distances(episodes: Episodes) -> list[float]:
     return [float(f"{0.5 * typical:.6g}"), float(f"{typical:.6g}")]
 
 
-def _tests(model: Density, held_out: Episodes, distances: Sequence[float]) -> list[dict[str, Any]]:
+def shifted_tests(model: Density, held_out: Episodes, distances: Sequence[float]) -> list[dict[str, Any]]:
     """Held-out episodes against the same ones shifted."""
     found: list[dict[str, Any]] = []
     count = math.ceil(TEST_ROWS / held_out.lengths.mean())

@@ -6,7 +6,7 @@ Every process draws the indices of the whole batch, which are a function of seed
 gradient of each parameter is averaged over the processes as soon as it is there, so clipping and optimisers see what
 one process with the whole batch would have seen: the same run to rounding, whatever the number of processes. Noise is
 that of a row's place in the whole batch (`models/draws.py`). Where a batch has a mask, a process counts by its unmasked
-share, seed by seed; dropout, of course, draws other units, and the Decision Transformer's `ahead` has a mask of its own.
+share, seed by seed; dropout, of course, draws other units, and `dt --ahead` has a mask of its own.
 The first process writes the run folder and evaluates. The others keep theirs in a folder that is thrown away.
 """
 

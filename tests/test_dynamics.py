@@ -276,6 +276,8 @@ def test_terminations_at_known_states():
 def test_environments_are_recognised_by_name():
     for name in ("d4rl/hopper", "Hopper-v5", "mujoco/hopper/medium-v0", "hopper_medium"):
         assert termination.family(name) == "hopper"
+    assert termination.family("OfflineHopperVelocity-v0") == "hopper"
+    assert {termination.family(n) for n in ("heart-pump", "heart_pump-v1", "HeartPump")} == {"abiomed"}
     assert termination.family("HalfCheetah-v2") == "halfcheetah" and termination.family("Pendulum-v1") == "pendulum"
     assert [termination.family(n) for n in ("InvertedPendulum-v4", "maze/umaze", None, "none")] == [None] * 4
 

@@ -95,7 +95,8 @@ def test_every_density_penalises(kind):
     "penalty", ["tanh", "signed-tanh", "linear", "inverse", "exponential", "softplus", "indicator"]
 )
 def test_every_penalty_runs(penalty):
-    agent, phases = make_agent(make_log(), density="kde", penalty=penalty, percentile=20.0, uncertainty="pairwise")
+    settings = {"density": "kde", "penalty": penalty, "penalty_coef": 0.1, "percentile": 20.0}
+    agent, phases = make_agent(make_log(), **settings, uncertainty="pairwise")
     train(agent, phases)
     assert agent.ring.table.isfinite().all() and agent.imagination.metrics()["penalty"].isfinite().all()
 
@@ -114,9 +115,6 @@ def test_a_batch_is_logged_and_imagined_rows_in_their_shares():
     imagined = agent.ring.table[0, : int(agent.ring.filled), :2]
     assert all((row == imagined).all(1).any() for row in seen["seen"]["observations"][0, 2:])
     assert torch.equal(seen["noise"], agent.noise[:, 1]) and agent.cursor.item() == 2  # the second update's own
-    agent, phases = make_agent(make_log(), density="kde", real_ratio=1.0)
-    train(agent, phases)
-    assert agent.ring.filled[0] == 0  # nothing was imagined, and it trained
 
 
 def test_a_sweep_of_the_coefficient_changes_the_policy():
@@ -272,9 +270,12 @@ def test_rollouts_that_end_at_once_are_told_and_training_goes_on(tmp_path):
     file.write_text("import torch\ndef all(s, a, n):\n    return torch.ones(len(n), dtype=torch.bool)\n")
     agent, phases = make_agent(make_log(), density="kde", termination=f"{file}:all")
     train(agent, phases)
-    assert any("ended in its first step" in note for note in agent.notes)
-    assert any("does not fit the log" in note for note in agent.notes)
+    assert any("seed 0: every imagined episode ended in its first step" in note for note in agent.notes)
+    assert any("does not fit the log: is it the right one?" in note for note in agent.notes)
     assert agent.ring.filled[0] > 0 and agent.done == 12
+    agent, phases = make_agent(make_log(), density="kde", termination=f"{file}:all", rollout_length=1)
+    train(agent, phases)
+    assert any("ended in its first step" in note for note in agent.notes)
 
 
 def test_an_ensemble_that_predicts_nothing_is_one_line():
@@ -294,6 +295,11 @@ def test_an_ensemble_that_predicts_nothing_is_one_line():
         ({"termination": "hoper"}, "did you mean 'hopper'"),
         ({"elites": 4}, "elites must be"),
         ({"real_ratio": 1.5}, "real_ratio"),
+        ({"real_ratio": 1.0}, "leaves no imagined rows"),
+        ({"uncertainty_coef": 3.0}, "--uncertainty-coef without a penalty"),
+        ({"penalty": "none", "penalty_coef": 3.0}, "--penalty-coef without a penalty"),
+        ({"penalty": "none", "density": "kde"}, "leave out --density$"),
+        ({"penalty": "linear"}, "penalty linear has no usual size: pass --penalty-coef"),
         ({"rollout_length": 0}, "rollout_length"),
         ({"retain": 0}, "retain"),
         ({"percentile": 0.0}, "percentile"),
@@ -319,6 +325,32 @@ def test_a_density_of_other_columns_is_one_line(tmp_path):
     assert agent.imagination.metrics()["penalty"][0] > 0
     with pytest.raises(DataError, match="2 observation and 1 action columns, the data has 2 and 2"):
         make_agent(make_log(action=2), density_model=str(tmp_path / "d"))
+    with pytest.raises(UsageError, match="has density kde: leave --density out"):
+        make_agent(make_log(), density_model=str(tmp_path / "d"), density="vae")
+    with pytest.raises(UsageError, match="has density_inputs nsa: leave --density-inputs out"):
+        make_agent(make_log(), density_model=str(tmp_path / "d"), density_inputs="sas")
+
+
+def test_a_density_of_another_robot_is_one_line(tmp_path):
+    def of(env):
+        return dataclasses.replace(make_log(), meta={"env_id": env})
+
+    density.fit(of("d4rl/walker2d"), "kde", tmp_path / "d", device="cpu", centres=50)
+    make_agent(of("Walker2d-v5"), density_model=str(tmp_path / "d"), termination="none")
+    with pytest.raises(DataError, match="fitted on data of walker2d, this is of halfcheetah"):
+        make_agent(of("HalfCheetah-v5"), density_model=str(tmp_path / "d"), termination="none")
+
+
+def test_a_density_is_judged_at_the_threshold_that_is_used(tmp_path):
+    density.fit(make_log(), "kde", tmp_path / "d", device="cpu", centres=50)
+    rates = {}
+    for percentile in (1.0, 50.0):
+        agent, phases = make_agent(make_log(), density_model=str(tmp_path / "d"), percentile=percentile)
+        train(agent, phases)
+        found = agent._about_density()["density"]
+        assert found["percentile"] == percentile
+        rates[percentile] = found["tests"][0]["tnr"]
+    assert rates[1.0] - rates[50.0] > 0.2  # half of the data lies below its median
 
 
 def test_the_ensembles_of_another_run(tmp_path, capsys):

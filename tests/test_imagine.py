@@ -216,6 +216,19 @@ def test_penalties_lower_the_reward_and_scale_with_the_coefficient():
     torch.testing.assert_close(found[0] - found[2], 2 * taken, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["tanh", "linear", "softplus"])
+def test_penalised_rows_are_those_that_pay(kind):
+    """A linear penalty whose cap is below 0, as most rows are far inside the data, penalises nobody: so it is told."""
+    penalties = Penalties(kind, 1.0)
+    penalties.density, penalties.threshold = Normal(), torch.tensor(-6.0)
+    rows = torch.zeros(1, 40, 2)
+    rows[0, 0] = 4.0  # of log-density far below
+    actions, live = torch.zeros(1, 40, 1), torch.ones(1, 40, dtype=torch.bool)
+    found, pays = penalties.by_density(rows, actions, rows, live)
+    assert int(pays.sum()) == {"tanh": 1, "linear": 0, "softplus": 1}[kind]
+    assert kind == "softplus" or torch.equal(pays, found > 0)
+
+
 def test_the_linear_penalty_of_live_rows():
     gap = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)) + 1
     gap[:, 3], gap[1, 40:] = 30.0, 1000.0  # one row above the cap; rows that have ended

@@ -30,6 +30,7 @@ def test_linear_is_capped_by_the_quartiles_of_the_batch():
     gaps = torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0])  # Q1 = 1, Q3 = 3: cap 3 + 1.5 * 2 = 6
     check("linear", [0.0, 1, 2, 3, 6], TAU - gaps)
     check("linear", [0.0, 0, 0, 1, 1], torch.tensor([-5.0, -6, -7, -21, -21]))
+    assert penalty("linear", (TAU - gaps).double(), TAU).tolist() == [0, 1, 2, 3, 6]
 
 
 def test_inverse_is_the_ratio_to_the_threshold():

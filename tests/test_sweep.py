@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
+from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from sweeping import TINY, write
 
@@ -17,7 +22,7 @@ import replaylab
 from replaylab.cli import main
 from replaylab.errors import UsageError
 from replaylab.run import RunFolder
-from replaylab.sweep import local, read_plan, run
+from replaylab.sweep import cluster, local, read_plan, run
 from replaylab.sweep.estimate import Watch
 from replaylab.sweep.queue import Queue
 
@@ -85,14 +90,28 @@ def test_a_failed_cell_is_recorded_and_the_rest_goes_on(place, capfd):
     # a cell is the run that `train` makes
     alone = replaylab.train("bc", "one.npz", out="alone", seeds=[0, 1], **TINY)
     assert_equal(folder / "bc-one", alone)
-    # other settings under the same name are not mixed in
-    with pytest.raises(UsageError, match=r"bc-one was run with other settings \(settings was .*rename the sweep"):
-        run(write(place, settings=TINY | {"steps": 30}))
+    # other settings under the same name are not mixed in, and the plan says so
+    changed = write(place, settings=TINY | {"steps": 30})
+    for dry in (True, False):
+        with pytest.raises(
+            UsageError, match=r"bc-one was run with other settings \(settings was .*\): rename the sweep"
+        ):
+            run(changed, dry_run=dry)
 
 
 def assert_equal(first, second):
     ours, theirs = (RunFolder(path).weights() for path in (first, second))
     assert ours.keys() == theirs.keys() and all((ours[k] == theirs[k]).all() for k in ours)
+
+
+def test_seeds_can_be_added_where_each_is_a_cell(place, forked):
+    one = {"datasets": ["one.npz"]}
+    run(write(place, **one))
+    with pytest.raises(UsageError, match=r"seeds was \[0, 1\], now \[0, 1, 2\]\): .*`split_seeds: true`.*rename"):
+        run(write(place, **one, seeds=[0, 1, 2]))
+    run(write(place, **one, split_seeds=True))
+    assert len(run(write(place, **one, split_seeds=True, seeds=[0, 1, 2])).finished) == 3
+    assert starts(place / "sweeps" / "tiny", "bc-one-seed0") == ["started", "finished"]
 
 
 def test_an_interrupted_cell_is_resumed_and_ends_the_same(place, forked):
@@ -122,12 +141,21 @@ def test_a_killed_worker_costs_its_cell_only(place, forked):
 
     def kill():
         _until(lambda: (folder / "long-one" / "metrics.jsonl").exists())
-        line = (folder / "status" / "long-one.jsonl").read_text().splitlines()[0]
-        os.kill(json.loads(line)["pid"], signal.SIGKILL)
+        lines = (folder / "status" / "long-one.jsonl").read_text().splitlines()
+        os.kill(json.loads(lines[-1])["pid"], signal.SIGKILL)
 
-    threading.Thread(target=kill).start()
-    found = run(path)
-    assert found.finished == ["bc-one", "bc-two"] and "SIGKILL" in found.failed["long-one"]
+    def killed():
+        threading.Thread(target=kill).start()
+        found = run(path)
+        assert found.finished == ["bc-one", "bc-two"]
+        last = (folder / "status" / "long-one.jsonl").read_text().splitlines()[-1]
+        assert json.loads(last)["seconds"] > 0
+        return found.failed["long-one"]
+
+    assert killed() == "its process died (SIGKILL)"  # nobody has said anything
+    shutil.rmtree(folder / "long-one")
+    (folder / "status" / "long-one.log").write_text("last words")
+    assert killed() == "its process died (SIGKILL); see status/long-one.log"
 
 
 def test_a_sweep_that_was_killed_whole_goes_on(place, forked):
@@ -140,6 +168,45 @@ def test_a_sweep_that_was_killed_whole_goes_on(place, forked):
     queue.record(last, "started")
     assert queue.state(last) == "interrupted"
     assert last.name in run(path).finished and queue.state(last) == "finished"
+
+
+def test_a_cell_that_another_process_has_is_waited_for(place, forked, capfd):
+    """As after a kill of the watcher alone: its worker trains on."""
+    long = {"system": "bc", "name": "long", "settings": {"steps": 1500}, "datasets": ["one"]}
+    path = write(place, systems=[long, {"system": "bc", "datasets": ["two"]}])
+    queue, plan = Queue(place / "sweeps" / "tiny"), read_plan(path)
+    queue.write(plan)
+
+    def orphan():
+        with queue.claim(plan.cells[0]):
+            queue.work(plan.cells[0])
+
+    other = Forked(orphan)
+    _until(lambda: queue.state(plan.cells[0]) == "running")
+    found = run(path)
+    assert found.finished == ["long-one", "bc-two"] and other.wait(60) == 0
+    assert f"long-one: process {other.pid} on {platform.node()} has it; waiting" in capfd.readouterr().err
+    assert starts(queue.folder, "long-one") == ["started", "finished"]
+
+
+def test_a_sweep_with_something_left_is_no_success(place, monkeypatch, capsys):
+    monkeypatch.setattr("replaylab.sweep.run_local", lambda *arguments: None)  # as if the budget were spent
+    path = str(write(place))
+    assert main(["sweep", path]) == 1
+    assert capsys.readouterr().err.endswith("replaylab: of 2 cells 2 left: bc-one, bc-two\n")
+    assert main(["sweep", path, "--dry-run"]) == 0
+
+
+def test_what_has_ended_is_not_read_again(place, forked, monkeypatch):
+    run(write(place))
+    read = Counter()
+    events, info = Queue.events, RunFolder.info
+    monkeypatch.setattr(Queue, "events", lambda self, cell: read.update([cell.name]) or events(self, cell))
+    monkeypatch.setattr(RunFolder, "info", lambda self: read.update([self.path.name]) or info(self))
+    long = {"system": "bc", "name": "long", "settings": {"steps": 3000}, "datasets": ["one"]}
+    found = run(write(place, systems=["bc", long]))
+    assert found.finished == ["bc-one", "bc-two", "long-one"]
+    assert read["long-one"] > 5 * max(read["bc-one"], read["bc-two"])
 
 
 def test_two_sweeps_at_once_share_the_work(place, forked):
@@ -214,6 +281,62 @@ def _until(condition, seconds=60.0):
 
 
 # --- Ray
+
+
+def test_a_cell_that_fits_no_node_is_refused():
+    nodes = [{"CPU": 4.0}, {"CPU": 8.0, "GPU": 1.0}]
+    assert cluster.room(nodes, {"CPU": 1.0, "GPU": 0.0}) == 12
+    assert cluster.room(nodes, {"CPU": 1.0, "GPU": 0.1}) == 8  # ten by the GPU
+    assert cluster.room(nodes, {"CPU": 0.0, "GPU": 0.1}) == 10
+    for wanted in ({"CPU": 1.0, "GPU": 2.0}, {"CPU": 9.0, "GPU": 0.0}):
+        with pytest.raises(UsageError, match="no node of the Ray cluster has that"):
+            cluster.room(nodes, wanted)
+    with pytest.raises(UsageError, match=r"a cell wants 1 CPU and 0.5 GPU, .* \(the most of each: 4 CPU, 0 GPU\)"):
+        cluster.room(nodes[:1], {"CPU": 1.0, "GPU": 0.5})
+
+
+def test_cells_learn_from_the_store_and_their_runs_name_the_paths(place, capfd):
+    replaylab.save(replaylab.load("two.npz"), place / "three", format="native")
+    sets = ["three", ["one.npz", "three"], {"path": "two.npz", "options": {"columns": {"rewards": "nowhere"}}}]
+    plan = read_plan(write(place, datasets=sets))
+    queue = Queue(place / "sweeps" / "tiny")
+    queue.write(plan)
+    watch = Watch("tiny", queue, plan.cells, {c.name: 1.0 for c in plan.cells}, 1)
+    errors = SimpleNamespace(ObjectStoreFullError=MemoryError, OutOfDiskError=MemoryError)
+    stored = cluster._stored(SimpleNamespace(put=lambda log: log, exceptions=errors), plan.cells, watch)
+    single, mix, bad = (stored[cluster._key(cell)] for cell in plan.cells)
+    assert bad is None and "two is read by path" in capfd.readouterr().err
+    assert all(type(log.observations) is np.ndarray for log in (single, mix))  # a memory map would be copied
+    assert len(mix) == len(replaylab.load("one.npz")) + len(single)
+    alone = replaylab.train("bc", ["one.npz", "three"], out="alone", seeds=[0, 1], **TINY)
+    for name in ("one.npz", "three"):
+        (place / name).rename(place / f"was-{name}")
+    for cell, log in zip(plan.cells, (single, mix), strict=False):
+        assert Forked(cluster.do_cell, str(queue.folder), cell, str(place), log).wait(60) == 0
+        assert queue.finished(cell) and RunFolder(queue.folder / cell.name).config()["data"] == cell.data
+    assert_equal(queue.folder / plan.cells[1].name, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_ray_shows_its_cells_by_name_and_keeps_what_they_print(place, capfd):
+    import ray
+    from ray.util.state import list_tasks
+
+    path = write(place, datasets=["one.npz", ["one.npz", "two.npz"]], settings=TINY | {"steps": 4000})
+    ray.init(num_cpus=2, num_gpus=0)
+    try:
+        with pytest.raises(UsageError, match="no node of the Ray cluster"):
+            run(path, on="ray", gpus=0.5)
+        found = run(path, on="ray", data="store")
+        tasks = {task.name for task in list_tasks()}
+    finally:
+        ray.shutdown()
+    assert found.finished == ["bc-one", "bc-one+two"] and tasks == {*found.finished}
+    assert re.search(r"Ray's dashboard: http://127.0.0.1:\d+", capfd.readouterr().err)
+    for name in found.finished:
+        assert (place / "sweeps/tiny/status" / f"{name}.log").read_text()
+    assert RunFolder(place / "sweeps/tiny/bc-one+two").config()["data"] == ["one.npz", "two.npz"]
 
 
 @pytest.mark.slow

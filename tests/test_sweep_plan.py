@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import make_episodes
 from sweeping import TINY, write
@@ -18,10 +19,19 @@ import replaylab
 from replaylab.algos import SYSTEMS
 from replaylab.cli import build, main
 from replaylab.cli.parser import read_options
+from replaylab.data.episodes import from_rows
 from replaylab.data.read import PART
 from replaylab.errors import UsageError
 from replaylab.sweep import read_plan, run
-from replaylab.sweep.estimate import DEBUG_SECONDS, UPDATE_MS, Watch, configured, estimate, finished_before
+from replaylab.sweep.estimate import (
+    DEBUG_SECONDS,
+    UPDATE_MS,
+    Watch,
+    configured,
+    estimate,
+    finished_before,
+    usual_preset,
+)
 from replaylab.sweep.plan import Plan, Reading
 from replaylab.sweep.queue import Queue
 
@@ -70,7 +80,10 @@ def test_list_of_settings_joined_data_and_split_seeds(place):
         ({"systems": [{"system": "bc", "settings": {"lrr": 1}}]}, r"systems\[0\]: .*unknown key 'lrr'; .*'lr'"),
         ({"grid": {"lr": ["fast"]}}, r"systems\[0\]: lr must be float"),
         ({"grid": {"lr": 0.1}}, "grid: lr must be a list"),
-        ({"datasets": ["one.npz", "tow.npz"]}, r"datasets\[1\]: tow.npz: no such file.*did you mean"),
+        (
+            {"datasets": ["one.npz", "tow.npz"]},
+            r"datasets\[1\]: tow.npz: no such file.*did you mean 'two.npz'\? \(looked for from /.*, where this is",
+        ),
         ({"datasets": ["one.npz", "one.npz"]}, "'one' is there twice"),
         ({"systems": ["bc", "bc"]}, "'bc-one' is there twice"),
         (  # they would share a row of the table
@@ -81,7 +94,15 @@ def test_list_of_settings_joined_data_and_split_seeds(place):
         ({"systems": [{"system": "bc", "name": False}]}, r"systems\[0\]: a name must be text, .*: False"),
         ({"datasets": [{"path": "one.npz", "name": 5}]}, r"datasets\[0\]: a name must be text"),
         ({"systems": [{"system": "bc", "datasets": ["three"]}]}, "unknown dataset 'three'"),
-        ({"seeds": [1, 1]}, "seeds must be distinct"),
+        ({"seeds": [1, 1]}, "tiny.yaml: seeds must be distinct"),
+        ({"seeds": 3}, "tiny.yaml: seeds must be a list of int, not 3"),
+        ({"systems": [{"system": "bc", "seeds": 3}]}, r"systems\[0\]: seeds must be a list of int, not 3"),
+        ({"environments": ["atari/pong"]}, "tiny.yaml: no system takes `environments`"),
+        (
+            {"environments": ["atari/pong"], "systems": [{"system": "mbarc", "environments": ["atari/freeway"]}]}
+            | {"settings": {}},
+            "tiny.yaml: no system takes `environments`",
+        ),
         ({"sytems": []}, "unknown key 'sytems'; did you mean 'systems'"),
         ({"budget": "long"}, "budget must be minutes"),
         ({"name": "a/b"}, "fit for a folder"),
@@ -90,9 +111,9 @@ def test_list_of_settings_joined_data_and_split_seeds(place):
         ({"systems": [{"system": "bc", "datasets": "one"}]}, r"systems\[0\]: `datasets` must be a list"),
         ({"systems": [{"system": "bc", "datasets": [["one"]]}]}, "unknown dataset"),
         ({"systems": [{"system": "bc", "preset": ["debug"]}]}, "unknown preset"),
-        ({"split_seeds": "no"}, "split_seeds must be true or false"),
-        ({"settings": {"steps": 5, "seeds": [5]}}, "seeds are no setting"),
-        ({"grid": {"seeds": [[5], [6]]}}, "seeds are no setting"),
+        ({"split_seeds": "no"}, "tiny.yaml: split_seeds must be true or false"),
+        ({"settings": {"steps": 5, "seeds": [5]}}, "tiny.yaml: seeds are no setting"),
+        ({"grid": {"seeds": [[5], [6]]}}, "tiny.yaml: seeds are no setting"),
         (
             {"datasets": [{"path": "one.npz", "env": "d4rl/hoper"}]},
             r"datasets\[0\]: unknown environment 'd4rl/hoper'; did you mean 'd4rl/hopper'",
@@ -196,6 +217,14 @@ def test_options_of_another_place_are_an_error(place, capsys):
     assert not (place / "sweeps").exists()
 
 
+def test_what_a_cluster_is_asked_for_has_names(capsys):
+    known = signature(run).parameters
+    assert {"address", "gpus", "cpus", "data"} < {*known} and all(p.kind != p.VAR_KEYWORD for p in known.values())
+    with pytest.raises(SystemExit):
+        main(["sweep", "--help"])
+    assert "FILE                  YAML: systems" in capsys.readouterr().out
+
+
 def test_the_shipped_files_are_valid(place):
     benchmarks = Path(__file__).parent.parent / "benchmarks"
     smoke = read_plan(benchmarks / "smoke.yaml")
@@ -232,6 +261,13 @@ def test_dry_run_shows_cells_and_time_and_does_nothing(place, capsys):
     assert "bc-one  2 seeds   new" in shown and "2 cells, 2 to do" in shown and "as measured" in shown
     run(path, dry_run=True, per_device=2)
     assert "with 2 processes" in capsys.readouterr().out
+    run(path, dry_run=True, on="ray")  # of the cluster nothing is known
+    shown = capsys.readouterr().out
+    assert "one after another on a CPU; Ray runs as many at once" in shown and "process" not in shown
+    on_cpu = shown.split("to do")[1]
+    run(path, dry_run=True, on="ray", gpus=0.5)
+    shown = capsys.readouterr().out
+    assert "one after another on a GPU" in shown and shown.split("to do")[1] != on_cpu
     run(write(place, datasets=["one.npz"]), dry_run=True)
     assert "1 cell, 1 to do" in capsys.readouterr().out
     assert not (place / "sweeps").exists()
@@ -245,7 +281,8 @@ def test_time_is_guessed_from_earlier_runs_else_from_a_table(place):
     other = {"system": "bc", "steps": 10, "seconds": 4.0, "data": ["x"], "seeds": [0, 1]}
     assert estimate(cell, [other, other | {"system": "dt", "seconds": 99.0}], False)[0] == pytest.approx(8.0)
     assert estimate(cell, [other, other | {"preset": "debug", "seconds": 99.0}], False)[0] == pytest.approx(8.0)
-    same = configured(cell, 0) | other | configured(cell) | {"data": ["one.npz"], "seconds": 3.0}
+    options, config = configured(cell)
+    same = options | other | config | {"data": ["one.npz"], "seconds": 3.0}
     assert estimate(cell, [other, same], False) == (3.0, "the same run before")
     for change in ({"lr": 1.0}, {"final_episodes": 1000}):
         assert estimate(cell, [other, same | change], False)[0] == pytest.approx(8.0)
@@ -267,18 +304,55 @@ def test_every_system_has_a_time_and_what_is_not_known_is_said(place, monkeypatc
     wanted = 255_000 * prices["world"][0] + 22_500 * prices["reward"][0] + 19_000 * prices["policy"][0]
     assert estimate(mbarc, [], False)[0] == pytest.approx(wanted / 1e3)
     changes = ({}, {"solver_steps": 99}, {"critic_steps": 1}, {"stage": "critic", "behavior": "run"})
-    dice = [replace(smoke[-2], preset=None, settings=s) for s in changes]
+    dice = [replace(smoke[-2], preset="plain", settings=s) for s in changes]
     usual, acting, short, stage = (estimate(cell, [], False)[0] for cell in dice)
     assert usual - stage == pytest.approx(2 * 100_000 * UPDATE_MS["diffusion-dice"]["behavior_steps"][0] / 1e3)
     assert acting == usual  # steps of the solver are no updates
     assert usual - short == pytest.approx(2 * 299_999 * UPDATE_MS["diffusion-dice"]["critic_steps"][0] / 1e3)
     fast = replace(smoke[-1], preset=None)
-    part = configured(fast) | {"system": "mbarc", "seconds": 100.0, "seeds": [0], "ppo_updates": 0, "reward_steps": 1}
+    part = configured(fast)[1] | {
+        "system": "mbarc",
+        "seconds": 100.0,
+        "seeds": [0],
+        "ppo_updates": 0,
+        "reward_steps": 1,
+    }
     world, reward, policy = (price[1] for price in prices.values())
     share = (42_500 * world + 15 * reward) / (42_500 * world + 22_500 * reward + 2_470 * policy)
     assert estimate(fast, [part], True)[0] == pytest.approx(100 / share)
     monkeypatch.delitem(UPDATE_MS, "mbarc")
     assert estimate(fast, [], True) == (None, "mbarc was not timed yet")
+
+
+def test_the_time_is_that_of_the_preset_that_the_data_will_choose(place, monkeypatch):
+    def preset(**values):
+        return usual_preset(read_plan(write(place, settings={}, **values)).cells[0])
+
+    dice, dt = {"systems": ["diffusion-dice"]}, {"systems": ["dt"]}
+    for name in ("halfcheetah-medium", "halfcheetah-expert"):
+        log = make_episodes()
+        if name == "halfcheetah-medium":
+            log = log.cut(log.terminated & False, log.terminated | log.truncated)
+        replaylab.save(log, place / name, format="native")
+    mix = {"path": ["halfcheetah-medium", "halfcheetah-expert"], "env": "d4rl/halfcheetah"}
+    assert preset(**dice, datasets=["sample"]) == "locomotion"
+    assert preset(**dice, datasets=["toy-bandit"]) == "toy"
+    assert preset(**dice, datasets=[mix | {"path": "halfcheetah-medium"}]) == "runner"
+    assert preset(**dice, datasets=[mix | {"path": "halfcheetah-expert"}]) == "locomotion"  # an episode terminates
+    assert preset(**dice, datasets=[mix]) == "locomotion"
+    assert preset(**dt, datasets=["sample"]) is None is preset(systems=["bc"])
+    assert preset(systems=[{"system": "diffusion-dice", "preset": "plain"}], datasets=["sample"]) == "plain"
+    frames = from_rows(np.zeros((6, 4, 4), np.uint8), np.arange(6) % 2, np.ones(6), meta={"env_id": "atari/pong"})
+    replaylab.save(frames, place / "pong.npz")
+    assert preset(**dt, datasets=["pong.npz"]) == "pong"
+    cell = read_plan(write(place, **dice, datasets=["sample"], settings={})).cells[0]
+    assert estimate(cell, [], False) == estimate(replace(cell, preset="locomotion"), [], False)
+    assert estimate(cell, [], False) != estimate(replace(cell, preset="plain"), [], False)
+    options, config = configured(replace(cell, preset="locomotion"))
+    ran = options | config | {"system": cell.system, "preset": "locomotion", "data": ["sample"], "seeds": [0, 1]}
+    assert estimate(cell, [ran | {"seconds": 5.0}], False) == (5.0, "the same run before")
+    monkeypatch.setattr(sys.modules[estimate.__module__], "SMALL", 1000)  # what is slow to read is not read for a guess
+    assert preset(**dice, datasets=["sample"]) is None
 
 
 def test_an_unknown_time_is_learnt_from_the_first_cell(place, capsys, monkeypatch):

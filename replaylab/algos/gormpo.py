@@ -41,6 +41,7 @@ from replaylab.models.imagine import (
     unpack,
     widen,
 )
+from replaylab.models.penalty import BOUNDED
 from replaylab.step import Graph
 from replaylab.tensors import under
 
@@ -71,6 +72,29 @@ class Agent(nn.Module):
         self.number = -1  # of the last rollout
         self.density: DensityFit | None = None
         self.fit: Fit | None = None  # until the ensemble is done
+
+    # --- the method: SAC on logged and imagined rows; models/imagine.py takes a step
+
+    def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.config.actor_lr_decay:
+            cosine = torch.cos(math.pi * self.done / self.config.steps)
+            self.optimizers["policy"].param_groups[0]["lr"].copy_(self.config.actor_lr * (1 + cosine) / 2)
+        self.done += 1
+        rows = torch.cat([batch["rows"], self.ring.sample(self.uniform.index_select(1, self.cursor)[:, 0])], 1)
+        noise = self.noise.index_select(1, self.cursor)[:, 0]
+        self.cursor += 1
+        return self.sac.update(unpack(rows, self.observation), noise)
+
+    def imagine(self, step: int) -> dict[str, Tensor]:
+        """Before every so many updates: new imagined rows, and noise for the updates to come."""
+        self._draw(step // self.config.rollout_every)
+        self.cursor.zero_()
+        if self.penalties.coefficient and self.penalties.density is None:
+            self._use_density()
+        self.graph()
+        metrics = self.imagination.metrics()
+        self._warn(metrics)
+        return metrics
 
     # --- what is trained
 
@@ -154,8 +178,9 @@ class Agent(nn.Module):
             found.append(0.0 if kind == "none" else ours if asked is None else asked)
             told += [f"{kind} penalty x {found[-1]:g}"] if found[-1] else []
         gaps = [asked is None for (kind, asked) in kinds if kind != "none"] + [config.rollout_length is None]
-        where = f" (what was left open: {origin})" if any(gaps) else ""
-        self.notes.append(f"imagines {self.length} steps, {' and '.join(told) or 'no penalty: MBPO'}{where}")
+        where = f" (not given, so {origin})" if any(gaps) else ""
+        steps = f"{self.length} step{'' if self.length == 1 else 's'}"
+        self.notes.append(f"imagines {steps}, {' and '.join(told) or 'no penalty: MBPO'}{where}")
         return found[0], found[1]
 
     def _termination(self, episodes: Episodes, data: Logged) -> termination.Termination:
@@ -167,7 +192,8 @@ class Agent(nn.Module):
         done = function(*(x[self.told] for x in (data.observations, data.actions, data.following)))
         ends = data.terminated[self.told] > 0
         found, wrong = int((done & ends).sum()), int((done & ~ends).sum())
-        why = "asked for" if asked != "auto" else f"for {episodes.env_id}" if known else "no environment is known"
+        unknown = f"{episodes.env_id} is not known" if episodes.env_id else "the data names no environment"
+        why = "asked for" if asked != "auto" else f"for {episodes.env_id}" if known else unknown
         ended = int(ends.sum())
         unjudged = int(episodes.terminated.sum()) - ended
         told = f"it ends {wrong:,} of the {len(ends) - ended:,} logged rows that go on"
@@ -177,7 +203,8 @@ class Agent(nn.Module):
             told += f"; by {unjudged:,} rows that end it cannot be judged, as the log does not tell what followed them"
         self.notes.append(f"termination: {name} ({why}); {told}")
         if ended > found * 2 or wrong > 0.01 * len(done):
-            self.notes.append(f"termination {name} does not fit the log: pass --termination NAME or FILE.py:FUNCTION")
+            advice = "pass --termination NAME or FILE.py:FUNCTION" if asked == "auto" else "is it the right one?"
+            self.notes.append(f"termination {name} does not fit the log: {advice}")
         return function
 
     def _make_fit(self, data: Logged) -> Fit:
@@ -206,16 +233,16 @@ class Agent(nn.Module):
         self.imagination = Imagination(
             self.seeds,
             self.dynamics,
-            lambda normal, noise: self.sac.sample(normal, noise)[0],
-            self.normalizer,
-            self.termination,
-            self.penalties,
-            self.ring,
-            data.observations,
-            widen(seen.amin(0), seen.amax(0)),
-            rows,
-            self.length,
-            actions,
+            policy=lambda normal, noise: self.sac.sample(normal, noise)[0],
+            normalize=self.normalizer,
+            termination=self.termination,
+            penalties=self.penalties,
+            ring=self.ring,
+            starts=data.observations,
+            limits=widen(seen.amin(0), seen.amax(0)),
+            rows=rows,
+            length=self.length,
+            actions=actions,
         )
         ours = self.termination in termination.KNOWN.values()  # a user's function may look at values on the host
         self.graph = Graph(self.imagination.roll, self.device, capture=ours)
@@ -241,30 +268,7 @@ class Agent(nn.Module):
             self.notes += doubts(found["kind"], found["tests"])
         return {"density": found}
 
-    # --- the policy
-
-    def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.config.actor_lr_decay:
-            cosine = torch.cos(math.pi * self.done / self.config.steps)
-            self.optimizers["policy"].param_groups[0]["lr"].copy_(self.config.actor_lr * (1 + cosine) / 2)
-        self.done += 1
-        rows = torch.cat([batch["rows"], self.ring.sample(self.uniform.index_select(1, self.cursor)[:, 0])], 1)
-        noise = self.noise.index_select(1, self.cursor)[:, 0]
-        self.cursor += 1
-        return self.sac.update(unpack(rows, self.observation), noise)
-
-    def imagine(self, step: int) -> dict[str, Tensor] | None:
-        """Before every so many updates: new imagined rows, and noise for the updates to come."""
-        self._draw(step // self.config.rollout_every)
-        self.cursor.zero_()
-        if self.real == self.config.batch_size:  # nothing imagined is used
-            return None
-        if self.penalties.coefficient and self.penalties.density is None:
-            self._use_density()
-        self.graph()
-        metrics = self.imagination.metrics()
-        self._warn(metrics)
-        return metrics
+    # --- what goes with a rollout
 
     def _use_density(self) -> None:
         assert self.density is not None
@@ -287,10 +291,13 @@ class Agent(nn.Module):
             raise DataError(
                 "nothing was imagined: every prediction of the ensemble was not a number; lower --dynamics-lr"
             )
-        if self.length > 1 and min(survivors) == 0:
-            self._say("ends", "every imagined episode ended in its first step: see --termination and imagined_wild")
+        for seed, left in zip(self.seeds, survivors, strict=True):
+            if left == 0:
+                text = f"seed {seed}: every imagined episode ended in its first step"
+                self._say(f"ends {seed}", f"{text}: see --termination and imagined_wild")
+        telling = self.config.penalty not in ("softplus", "signed-tanh")  # these tell rows apart on either side of tau
         for seed, share in zip(self.seeds, shares[0] if shares else (), strict=bool(shares)):
-            if share in (0.0, 1.0):
+            if share in (0.0, 1.0) and telling:
                 text = f"seed {seed}: {100 * share:.0f} % of the rows imagined at update {int(self.done)} are penalised"
                 change = "raise" if share == 0 else "lower"
                 self._say(f"penalised {seed} {share}", f"{text}: the penalty tells nothing; {change} --percentile")
@@ -303,8 +310,6 @@ class Agent(nn.Module):
     @torch.no_grad()
     def _support(self) -> dict[str, Any]:
         """Where the policy's imagined (s', a) lie against the data's, on the data's two main axes."""
-        if self.real == self.config.batch_size:
-            return {}
         g = torch.Generator().manual_seed(0)
         logged = self.told[torch.randint(len(self.told), (SHOWN,), generator=g).to(self.device)]
         uniform = torch.rand(len(self.seeds), SHOWN // len(self.seeds), generator=g).to(self.device)
@@ -372,8 +377,18 @@ def _check(config: Config, spaces: Spaces) -> None:
         raise UsageError(
             f"penalty {config.penalty} needs a density: pass --density or --density-model, or --penalty none"
         )
-    if config.penalty == "none" and config.density_model is not None:
-        raise UsageError("a density without a penalty does nothing: pass --penalty tanh, or leave out --density-model")
+    chosen = config.density != type(config)().density
+    if config.penalty == "none" and (config.density_model is not None or chosen):
+        what = "--density" if config.density_model is None else "--density-model"
+        raise UsageError(f"a density without a penalty does nothing: pass --penalty tanh, or leave out {what}")
+    if config.penalty == "none" and config.penalty_coef:
+        raise UsageError("--penalty-coef without a penalty does nothing: pass --penalty and --density too")
+    if config.uncertainty == "none" and config.uncertainty_coef:
+        raise UsageError("--uncertainty-coef without a penalty does nothing: pass --uncertainty too")
+    if config.penalty not in (*BOUNDED, "none") and config.penalty_coef is None:
+        raise UsageError(f"penalty {config.penalty} has no usual size: pass --penalty-coef")
+    if int(config.batch_size * config.real_ratio) == config.batch_size:
+        raise UsageError(f"--real-ratio {config.real_ratio:g} leaves no imagined rows: it must be smaller")
     if config.elites > config.members:
         raise UsageError(f"elites must be from 1 to members ({config.members}), not {config.elites}")
     check_percentile(config.percentile)

@@ -11,8 +11,9 @@ from torch import Tensor
 from replaylab import density as library
 from replaylab.algos import Phase
 from replaylab.data.episodes import Episodes
-from replaylab.errors import DataError
+from replaylab.errors import DataError, UsageError
 from replaylab.models.density import Density, make
+from replaylab.models.termination import family
 from replaylab.tensors import under
 
 
@@ -28,6 +29,7 @@ class DensityFit:
             self.model = library.load(config.density_model, str(device))
             self.report, self.fitted = self.model.report, True
             self._check(episodes)
+            self.test = episodes.select(library.split(episodes)[2])
             self.model.threshold(config.percentile)
             return
         parts = [episodes.select(ids) for ids in library.split(episodes)]
@@ -47,6 +49,15 @@ class DensityFit:
         self.descent = library.Descent(self.model, self.steps, 1e-3) if self.steps else None
 
     def _check(self, episodes: Episodes) -> None:
+        where, config = self.config.density_model, self.config
+        for name, usual, known in (
+            ("density", "realnvp", self.report["kind"]), ("density_inputs", "nsa", self.report["inputs"])
+        ):  # fmt: skip
+            if getattr(config, name) not in (usual, known):
+                raise UsageError(f"{where} has {name} {known}: leave --{name.replace('_', '-')} out")
+        ours, theirs = family(episodes.env_id), family(self.report.get("env_id"))
+        if ours and theirs and ours != theirs:
+            raise DataError(f"{where}: the density was fitted on data of {theirs}, this is of {ours}")
         wanted = self.report["observation_dim"], self.report["action_dim"]
         given = episodes.observations.shape[1], episodes.actions.shape[1]
         if wanted != given:
@@ -95,9 +106,9 @@ class DensityFit:
         """What the report shows: where held-out rows and shifted ones lie, against the threshold."""
         threshold = self.model.threshold(self.config.percentile)
         report = self.report | {"threshold": threshold, "percentile": self.config.percentile}
-        if self.config.density_model is None:
+        if self.config.density_model is None or self.config.percentile != self.report["percentile"]:
             self.model.report = report
-            report["tests"] = library._tests(self.model, self.test, library.default_distances(self.test))
+            report["tests"] = library.shifted_tests(self.model, self.test, library.default_distances(self.test))
         return {k: report.get(k) for k in ("kind", "inputs", "steps", "threshold", "percentile", "tests")}
 
     # --- checkpoints

@@ -104,6 +104,7 @@ def tuned(episodes: Episodes) -> tuple[tuple[float, float, int], str]:
     if not found and "medium" in told and "expert" in told:  # two sets, joined
         level = "medium-expert"
     if name and (name, level) in TUNED:
-        return TUNED[name, level], f"the table's for {name} {level}"
+        return TUNED[name, level], f"from the table for {name} {level}"
     spread = float(np.std(episodes.rewards)) or 1.0
-    return (float(f"{spread:.2g}"), 1.0, 5), "no table for this environment; the deviation of the rewards, 1 and 5"
+    origin = "by the rule for environments that no table has: the deviation of the rewards for a density's penalty, 1 "
+    return (float(f"{spread:.2g}"), 1.0, 5), origin + "for the ensemble's, 5 steps"

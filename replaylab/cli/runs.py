@@ -60,7 +60,7 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
     verb = add_verb(verbs, "sweep", "systems x datasets x seeds x settings from one file", _sweep)
-    verb.add_argument("file", metavar="FILE")
+    verb.add_argument("file", metavar="FILE", help="YAML: systems, datasets, seeds and settings; docs/sweep.md")
     verb.add_argument("--out", metavar="D", help="the sweep's folder (default: sweeps/NAME)")
     verb.add_argument("--dry-run", action="store_true", help="print the plan and the time it takes")
     verb.add_argument("--on", choices=["local", "ray"], default="local", help="this machine, or a Ray cluster")
@@ -123,7 +123,7 @@ def _build_density(verbs: Any) -> None:
     inner = density.add_subparsers(title="density verbs", required=True, metavar="VERB", parser_class=Parser)
     verb = add_verb(inner, "fit", "fit a density model, with thresholds and a test on shifted rows", _density_fit)
     verb.add_argument("--data", nargs="+", required=True, metavar="X", help="files or folders; several are joined")
-    verb.add_argument("--kind", required=True, metavar="realnvp|vae|kde|diffusion|neuralode")
+    verb.add_argument("--kind", required=True, metavar="realnvp|vae|kde|diffusion|neuralode", help="of density model")
     verb.add_argument("--out", required=True, metavar="D", help="the model's folder")
     verb.add_argument("--inputs", metavar="sa|nsa|sas", help="(s, a), (s', a) or (s, a, s') (default: nsa)")
     verb.add_argument("--steps", type=int, metavar="N", help="updates; default: the kind's own")
@@ -132,11 +132,17 @@ def _build_density(verbs: Any) -> None:
     verb.add_argument(
         "--percentile", type=float, metavar="P", help="of validation rows below the threshold (default: 1)"
     )
-    verb.add_argument("--distances", type=float, nargs="+", metavar="R", help="shifts of the test; default: GORMPO's")
+    verb.add_argument(
+        "--distances",
+        type=float,
+        nargs="+",
+        metavar="R",
+        help="shifts of the test; default: GORMPO's for its robots, else half and one deviation",
+    )
     verb.add_argument("--set", nargs="+", metavar="NAME=JSON", help="settings of the kind, such as couplings=8")
-    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--seed", type=int, default=0, help="of its first weights and of the split")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    verb.add_argument("--overwrite", action="store_true")
+    verb.add_argument("--overwrite", action="store_true", help="write over a density that is there")
     data_options(verb)
     verb = add_verb(inner, "score", "how likely other data is under a density model", _density_score)
     verb.add_argument("folder", metavar="D")
@@ -280,9 +286,10 @@ def _sweep(args: argparse.Namespace) -> None:
     names = ("out", "address", "devices", "per_device", "gpus", "data")
     given = {k: getattr(args, k) for k in names if hasattr(args, k)}
     found = run(args.file, dry_run=hasattr(args, "dry_run"), on=args.on, **given)
-    if found.failed and not hasattr(args, "dry_run"):
-        told = f"{len(found.failed)} of {count(found.cells, 'cell')} failed"
-        raise ReplaylabError(f"{told}: {', '.join(found.failed)}")
+    undone = {"failed": [*found.failed], "left": found.left}
+    if any(undone.values()) and not hasattr(args, "dry_run"):  # `sweep && report` must not show half a table
+        told = "; ".join(f"{len(names)} {how}: {', '.join(names)}" for how, names in undone.items() if names)
+        raise ReplaylabError(f"of {count(found.cells, 'cell')} {told}")
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -134,14 +134,16 @@ class Penalties:
     def by_density(
         self, observations: Tensor, actions: Tensor, following: Tensor, live: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Penalty and whether a row is below the threshold, (seeds, rows)."""
+        """Penalty, (seeds, rows), and which rows it is above 0 for: softplus, which knows no threshold, for those below
+        it."""
         assert self.density is not None
         columns = join(self.inputs, observations, actions, following)
         log_prob = self.density.log_prob(columns.flatten(0, 1)).view(live.shape)
-        below = log_prob < self.threshold
         if self.kind == "linear":  # its cap is a statistic of the batch: of each seed's own rows that are still going
-            return linear(log_prob, self.threshold, live), below
-        return penalty(self.kind, log_prob, self.threshold), below
+            found = linear(log_prob, self.threshold, live)
+        else:
+            found = penalty(self.kind, log_prob, self.threshold)
+        return found, log_prob < self.threshold if self.kind == "softplus" else found > 0
 
     def by_ensemble(self, means: Tensor, deviations: Tensor) -> Tensor:  # (seeds, members, rows, columns)
         if self.uncertainty != "aleatoric":  # the others look at the states, not at the reward

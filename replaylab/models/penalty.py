@@ -4,7 +4,8 @@ From a density (GORMPO): l is the log-density of an imagined step, tau the thres
 
     tanh          max(0, tanh(gap / 10))              from 0 to 1; the default
     signed-tanh   tanh(gap / 10)                      from -1 to 1: a bonus inside the data
-    linear        clip(gap, 0, Q3 + 1.5 IQR)          quartiles of the gap over the batch, so that no row dominates
+    linear        clip(gap, 0, Q3 + 1.5 IQR)          quartiles of the gap over the batch, so that no row dominates; 0
+                                                      everywhere while nearly all rows are inside the data
     inverse       1 / (e^-gap + 1e-6) where l < tau   1 at the threshold, rising to a million
     exponential   e^min(gap, 5) - 1 where l < tau     0 at the threshold, rising to 147
     softplus      ln(1 + e^-l)                        no threshold
@@ -27,6 +28,7 @@ from torch.nn.functional import softplus
 
 from replaylab.errors import UsageError, nearest
 
+BOUNDED = ("tanh", "signed-tanh", "indicator")  # at most 1, so that a coefficient on the scale of a reward fits
 CAP = 5.0  # of the exponential's exponent: beyond, the penalty would drown every reward
 
 
@@ -41,7 +43,7 @@ def linear(log_prob: Tensor, threshold: Tensor | float, live: Tensor | None = No
         place = share * last
         below = place.floor().long()
         above = torch.minimum(below + 1, last)
-        return torch.lerp(ordered.gather(-1, below), ordered.gather(-1, above), place - below)
+        return torch.lerp(ordered.gather(-1, below), ordered.gather(-1, above), (place - below).to(gap.dtype))
 
     low, high = quartile(0.25), quartile(0.75)
     return torch.minimum(gap, high + 1.5 * (high - low)).clamp(min=0)

@@ -55,12 +55,15 @@ KNOWN: dict[str, Termination] = {
     "pendulum": never,
     "abiomed": never,  # the heart pump: six steps, then the log's own limit
 }
-OTHER_NAMES = {"antangle": "ant", "heartpump": "abiomed", "invertedpendulum": None, "inverteddoublependulum": None}
+OTHER_NAMES = {
+    "antangle": "ant", "offlinehoppervelocity": "hopper", "heartpump": "abiomed", "invertedpendulum": None,
+    "inverteddoublependulum": None,
+}  # fmt: skip
 
 
 def family(env_id: str | None) -> str | None:
     """The known environment that an id such as `d4rl/hopper`, `Hopper-v5` or `mujoco/hopper/medium-v0` is of."""
-    for word in re.split(r"[-_/. ]+", (env_id or "").lower()):
+    for word in re.split(r"[-_/. ]+", re.sub("heart[-_ ]pump", "heartpump", (env_id or "").lower())):
         word = re.sub(r"v\d+$", "", word) if word not in KNOWN else word
         found = OTHER_NAMES.get(word, word)
         if found in KNOWN and found != "none":

@@ -45,16 +45,21 @@ def run(
     on: str = "local",
     devices: Sequence[str] | None = None,
     per_device: int | None = None,
-    **options: Any,
+    address: str | None = None,
+    gpus: float | None = None,
+    cpus: float | None = None,
+    data: str | None = None,
 ) -> Outcome:
     """Do what is missing of a sweep; returns what became of its cells. Prints the plan and stops with `dry_run`.
 
     out: the sweep's folder (default: sweeps/NAME). devices: ["cuda:0", "cuda:1"] or ["cpu"]; default: all GPUs, else
     the CPU. per_device: processes that share each of them, instead of the file's own number. on="ray" uses the Ray
-    cluster at `address`, and takes `gpus` (share of a GPU a cell) and `data` ("path" or "store").
+    cluster at `address`, and takes `gpus` and `cpus` (what a cell has of them) and `data` ("path" or "store").
     """
     if on not in WHERE:
         raise UsageError(f"cannot run on '{on}'{nearest(on, WHERE)}")
+    given = {"address": address, "gpus": gpus, "cpus": cpus, "data": data}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if options and on != "ray":
         raise UsageError(f'{next(iter(options))} is for a Ray cluster: add --on ray, in Python on="ray"')
     if on == "ray" and (devices or per_device is not None):
@@ -64,16 +69,17 @@ def run(
     plan = read_plan(path, per_device)
     queue = Queue(out or Path("sweeps") / plan.name)
     places = [_known(name) for name in devices or _devices()]
-    workers = len(places) * plan.per_device
-    cuda = places[0].startswith("cuda")
+    workers = len(places) * plan.per_device if on == "local" else None  # of a cluster: known when it is asked
+    cuda = places[0].startswith("cuda") if gpus is None else gpus > 0
     before = finished_before(queue.folder, Path(path).parent / "results", cuda)
+    queue.check(plan)
     guesses = {cell.name: estimate(cell, before, cuda) for cell in plan.cells}
     if dry_run:
-        print(describe(plan.cells, queue, guesses, workers))
+        print(describe(plan.cells, queue, guesses, workers, cuda))
         return outcome(queue, plan.cells)
     queue.write(plan)
     began = time.time()
-    watch = Watch(plan.name, queue, plan.cells, {name: guess[0] for name, guess in guesses.items()}, workers)
+    watch = Watch(plan.name, queue, plan.cells, {name: guess[0] for name, guess in guesses.items()}, workers or 1)
     busy = None
     try:
         if on == "ray":
@@ -81,9 +87,9 @@ def run(
 
             run_ray(plan, queue, watch, began, **options)
         else:
-            with Busy(queue.status / "gpu.txt", places) as gpus:
+            with Busy(queue.status / "gpu.txt", places) as meter:
                 run_local(plan, queue, watch, places, began)
-            busy = gpus.share()
+            busy = meter.share()
     except KeyboardInterrupt:
         raise Interrupted("stopped: what ran is saved, run the same command again to go on") from None
     found = outcome(queue, plan.cells)

@@ -3,20 +3,24 @@
 The cell's folder is the unit of work. Ray runs a task again when its node is lost; the second attempt waits for the
 cell's lock, which the first one may still hold for a moment, and goes on from the last checkpoint. So the sweep's
 folder must be on a file system that all nodes share and that honours flock. Data is read by path on every node, or
-read once and put into Ray's object store.
+read once and put into Ray's object store, where the cells of a node share it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from replaylab.data.read import load
-from replaylab.errors import UsageError, require
+import numpy as np
+
+from replaylab.data.episodes import Episodes
+from replaylab.data.read import load, one_line
+from replaylab.errors import ReplaylabError, UsageError, require
 from replaylab.sweep.estimate import Watch
 from replaylab.sweep.plan import Cell, Plan
 from replaylab.sweep.queue import Queue, missing
@@ -52,24 +56,27 @@ def run_ray(
     cpus: float = 1.0,
     data: str = "path",
 ) -> None:
-    """Submit what is missing and wait. gpus: share of a GPU a cell; default: one where the cluster has any."""
+    """Submit what is missing and wait. gpus: share of a GPU a cell; default: one where the cluster has any. data: where
+    cells find theirs, "path" or "store"."""
     ray: Any = require("ray", "running on a Ray cluster")
     if data not in ("path", "store"):
         raise UsageError(f"data must be 'path' or 'store', not '{data}'")
-    if not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False)
+    # what tasks print is in status/CELL.log
+    context = ray.init(address=address, log_to_driver=False, ignore_reinit_error=True)
+    if context.dashboard_url:
+        watch.say(f"Ray's dashboard: http://{context.dashboard_url}")
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if gpus is None:
-        gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
-    watch.workers = max(1, int(ray.cluster_resources().get("CPU", 1) / cpus))
-    if gpus:
-        watch.workers = min(watch.workers, max(1, int(ray.cluster_resources().get("GPU", 1) / gpus)))
+        gpus = 1.0 if any(node.get("GPU") for node in nodes) else 0.0
+    watch.workers = room(nodes, {"CPU": cpus, "GPU": gpus})
     task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES, retry_exceptions=False)(do_cell)
     todo = missing(queue, plan.cells)
-    stored = _stored(ray, todo) if data == "store" else {}
+    stored = _stored(ray, todo, watch) if data == "store" else {}
     folder = str(queue.folder.resolve())
 
     def submit(cell: Cell) -> Any:
-        return task.remote(folder, cell, str(Path.cwd()), stored.get(_key(cell)))
+        named = task.options(name=cell.name)  # as the dashboard calls it
+        return named.remote(folder, cell, str(Path.cwd()), stored.get(_key(cell)))
 
     tasks = {submit(cell): cell for cell in todo}
     again = Counter[str]()  # cells that a node asked to stop: they have saved, and go on elsewhere
@@ -98,20 +105,43 @@ def _settle(ray: Any, queue: Queue, found: Any, cell: Cell) -> str:
         return ray.get(found)
     except Exception as error:
         if not queue.finished(cell):
-            queue.record(cell, "failed", error=f"Ray: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            queue.record_lost(cell, f"Ray: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         return "failed"
+
+
+def room(nodes: Sequence[Mapping[str, float]], wanted: Mapping[str, float]) -> int:
+    """How many cells run at once. Ray would wait for ever for a node that is large enough for one."""
+    wanted = {kind: amount for kind, amount in wanted.items() if amount}
+    found = sum(min((int(node.get(k, 0) / n + 1e-9) for k, n in wanted.items()), default=1) for node in nodes)
+    if found < 1:
+        asked = " and ".join(f"{amount:g} {kind}" for kind, amount in wanted.items())
+        largest = ", ".join(f"{max((n.get(k, 0) for n in nodes), default=0):g} {k}" for k in wanted)
+        raise UsageError(f"a cell wants {asked}, and no node of the Ray cluster has that (the most of each: {largest})")
+    return found
 
 
 def _key(cell: Cell) -> str:
     return repr((cell.data, cell.options))
 
 
-def _stored(ray: Any, cells: list[Cell]) -> dict[str, Any]:
-    """Each dataset once into the object store. Arrays come out of it read-only and without a copy."""
-    found = {}
+def _stored(ray: Any, cells: list[Cell], watch: Watch) -> dict[str, Any]:
+    """Each dataset once into the object store, what is joined as one. Arrays come out read-only and without a copy."""
+    found: dict[str, Any] = {}
+    full = (MemoryError, ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
     for cell in cells:
-        # what was joined from several paths would lose their names in the run's configuration
-        if cell.data and len(cell.data) == 1 and _key(cell) not in found:
-            with contextlib.suppress(MemoryError):
-                found[_key(cell)] = ray.put(load(cell.data, **cell.options))
+        if cell.data and _key(cell) not in found:
+            try:
+                found[_key(cell)] = ray.put(_plain(load(cell.data, **cell.options)))
+            except (ReplaylabError, *full) as error:  # the cells say what is wrong, or need less memory
+                found[_key(cell)] = None
+                watch.say(f"{cell.dataset} is read by path, not put into the object store: {one_line(error)}")
     return found
+
+
+def _plain(log: Episodes) -> Episodes:
+    """Columns that are mapped from the disk as plain views: Ray would pickle a map, and copy it for every cell."""
+
+    def view(value: Any) -> Any:
+        return {name: view(column) for name, column in value.items()} if isinstance(value, dict) else np.asarray(value)
+
+    return replace(log, **{f.name: view(getattr(log, f.name)) for f in fields(log) if f.name != "meta"})

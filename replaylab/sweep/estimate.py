@@ -13,6 +13,8 @@ from typing import Any
 
 from replaylab.algos import system
 from replaylab.config import resolve
+from replaylab.data.episodes import concatenate
+from replaylab.data.read import SAMPLES, TOYS, detect, load
 from replaylab.errors import ReplaylabError
 from replaylab.page import count
 from replaylab.progress import Progress, duration
@@ -34,6 +36,7 @@ UPDATE_MS: dict[str, dict[str, tuple[float, float]]] = {
     "diffusion-dice": {"returns_steps": (3.6, 0.15), "behavior_steps": (560.0, 4.4), "critic_steps": (190.0, 1.6)},
     "mbarc": {"world": (10_400.0, 7.2), "reward": (6_300.0, 2.4), "policy": (630_000.0, 196.0)},
 }
+SMALL = 2**24  # bytes; a tenth of a second
 EVALUATION = ("eval_every", "eval_episodes", "final_episodes")
 # seconds of a whole run of the debug preset in benchmarks/smoke.yaml, evaluation included, on two cores
 DEBUG_SECONDS = {
@@ -41,11 +44,33 @@ DEBUG_SECONDS = {
 }  # fmt: skip
 
 
-def configured(cell: Cell, which: int = 1) -> dict[str, Any]:
-    """Every setting of the cell's system (0: of training and evaluation as such), resolved."""
+def configured(cell: Cell) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Every setting, resolved: those of training and evaluation as such, and those of the cell's system."""
     module = system(cell.system)
     preset = module.PRESETS.get(cell.preset or "", {})
-    return vars(resolve([Options, module.Config], [("preset", preset), ("settings", cell.settings)])[which])
+    options, config = resolve([Options, module.Config], [("preset", preset), ("settings", cell.settings)])
+    return vars(options), vars(config)
+
+
+def usual_preset(cell: Cell) -> str | None:
+    """The preset that a cell without one will take for its data. Our own stores open at once and small files are soon
+    read; a large one is not, for a guess: there it is that of the bare defaults."""
+    module, parts = system(cell.system), []
+    if cell.preset or not cell.data or not hasattr(module, "usual_preset"):
+        return cell.preset
+    with contextlib.suppress(ReplaylabError):
+        for path in cell.data:
+            known = Path(path) if Path(path).exists() else SAMPLES.get(path, Path(path))
+            small = path in TOYS or (known.is_file() and known.stat().st_size < SMALL)
+            if not small and detect(known) != "native":
+                return None
+            log = load(path, **cell.options)
+            # one episode will do, one that terminates if there is any: a mix of them is made without a copy of the data
+            parts.append(log.select([int(log.terminated[log.last_rows].argmax())]))
+        log = concatenate(parts)
+        env = cell.env or configured(cell)[0]["env"] or log.env_id
+        return module.usual_preset(replace(log, meta=log.meta | {"env_id": env}))
+    return None
 
 
 def training_seconds(name: str, config: Mapping[str, Any], seeds: int, cuda: bool) -> float | None:
@@ -86,9 +111,10 @@ def finished_before(folder: Path, results: Path, cuda: bool) -> list[dict[str, A
 
 def estimate(cell: Cell, before: Sequence[dict[str, Any]], cuda: bool) -> tuple[float | None, str]:
     """(seconds, where they come from); None where nothing was ever timed."""
-    config = configured(cell)
+    cell = replace(cell, preset=usual_preset(cell))
+    options, config = configured(cell)
     alike = [r for r in before if (r.get("system"), r.get("preset")) == (cell.system, cell.preset)]
-    evaluations = {k: v for k, v in configured(cell, 0).items() if k in EVALUATION}
+    evaluations = {k: v for k, v in options.items() if k in EVALUATION}
     exact = [
         r
         for r in alike
@@ -104,7 +130,7 @@ def estimate(cell: Cell, before: Sequence[dict[str, Any]], cuda: bool) -> tuple[
     scaled = sorted(seconds / n * mine for seconds, n in theirs if n and mine and n >= mine / 10)
     if scaled:
         return scaled[len(scaled) // 2], f"earlier runs of {cell.system}, scaled by updates"
-    plain = training_seconds(cell.system, configured(replace(cell, settings={})), len(cell.seeds), cuda)
+    plain = training_seconds(cell.system, configured(replace(cell, settings={}))[1], len(cell.seeds), cuda)
     if cell.preset == "debug" and mine and plain:
         return DEBUG_SECONDS[cell.system] * mine / plain, "a debug run on two cores, scaled by updates"
     if mine is None:
@@ -119,6 +145,7 @@ class Watch(Progress):
         super().__init__(name, len(cells), unit="cells")
         self.queue, self.cells, self.seconds, self.workers = queue, cells, seconds, workers
         self.told = {cell.name: self._ends(cell) for cell in cells}
+        self.ended = {cell.name: "finished" for cell in cells if queue.finished(cell)}  # their files are not read again
         self.left: Sequence[Cell] = cells
 
     def _ends(self, cell: Cell) -> int:
@@ -127,11 +154,12 @@ class Watch(Progress):
     def show(self, left: Sequence[Cell]) -> None:
         """Say which cells ended since the last call, and redraw the line."""
         self.left = left
+        still = {cell.name for cell in left}
         for cell in self.cells:
-            if cell in left or self._ends(cell) <= self.told[cell.name]:
+            if cell.name in still or cell.name in self.ended or self._ends(cell) <= self.told[cell.name]:
                 continue
-            self.told[cell.name] = self._ends(cell)
             last = self.queue.events(cell)[-1]
+            self.ended[cell.name] = last["event"]
             how = f"failed: {last.get('error')}" if last["event"] == "failed" else "finished"
             self.say(f"{cell.name}: {how} ({duration(last.get('seconds', 0))})")
             self._learn(cell, last)
@@ -155,7 +183,7 @@ class Watch(Progress):
             spent = time.time() - last[0]["time"] if last and last[0]["event"] == "started" else 0.0
             known = self.seconds[cell.name]
             rest.append(None if known is None else max(known - spent, 0.0))
-        failed = sum(self.queue.last_event(cell) == "failed" for cell in self.cells if cell not in self.left)
+        failed = sum(event == "failed" for event in self.ended.values())
         share = self.done / self.total if self.total else 1.0
         bar = f"[{'#' * int(20 * share):20s}] " if self.live else ""
         told = f"{self.label} {bar}{self.done}/{count(self.total, 'cell')}  {sum(running)} running"
@@ -170,8 +198,10 @@ def together(seconds: Sequence[float | None], workers: int) -> str:
     return f"about {duration(sum(known) / workers)}{unknown}"
 
 
-def describe(cells: Sequence[Cell], queue: Queue, guesses: dict[str, tuple[float | None, str]], workers: int) -> str:
-    """The plan as text: every cell, its seeds, its state, its time."""
+def describe(
+    cells: Sequence[Cell], queue: Queue, guesses: dict[str, tuple[float | None, str]], workers: int | None, cuda: bool
+) -> str:
+    """The plan as text: every cell, its seeds, its state, its time. workers: None where a cluster has yet to say."""
     width = max(len(cell.name) for cell in cells)
     lines = []
     for cell in cells:
@@ -180,10 +210,11 @@ def describe(cells: Sequence[Cell], queue: Queue, guesses: dict[str, tuple[float
         seeds = count(len(cell.seeds), "seed")
         lines.append(f"{cell.name:{width}s}  {seeds:8s}  {queue.state(cell):11s}  {told:>7s}  ({source})")
     left = [guesses[cell.name][0] for cell in cells if not queue.finished(cell)]
-    lines.append(
-        f"{count(len(cells), 'cell')}, {len(left)} to do, {together(left, workers)} with {workers} "
-        f"process{'es' if workers != 1 else ''}"
-    )
+    if workers is None:
+        how = f"one after another on a {'GPU' if cuda else 'CPU'}; Ray runs as many at once as the cluster has room for"
+    else:
+        how = f"with {workers} process{'es' if workers != 1 else ''}"
+    lines.append(f"{count(len(cells), 'cell')}, {len(left)} to do, {together(left, workers or 1)} {how}")
     return "\n".join(lines)
 
 

@@ -13,8 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -28,6 +27,7 @@ from replaylab.sweep.queue import Queue
 from replaylab.trainer import Interrupted
 
 POLL = 0.1  # seconds
+WORKERS = "workers.log"  # what workers print while they have no cell
 PATIENCE = 120  # seconds a worker is given to end an evaluation and save
 
 
@@ -50,9 +50,8 @@ def work(folder: str, began: float) -> None:
                 with queue.claim(cell) as mine:
                     if mine and not queue.finished(cell) and not queue.failed_since(cell, began):
                         passes = 0
-                        with _printing_to(queue.status / f"{cell.name}.log"):
-                            if queue.work(cell) == "failed" and not _usable():
-                                return  # the next process has a context of its own
+                        if queue.work(cell) == "failed" and not _usable():
+                            return  # the next process has a context of its own
             time.sleep(POLL)
 
 
@@ -70,47 +69,37 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     raise Interrupted("stopped")
 
 
-@contextlib.contextmanager
-def _printing_to(path: Path) -> Iterator[None]:
-    """Send what this process prints, libraries' own printing included, to a file."""
-    kept = [os.dup(1), os.dup(2)]
-    with open(path, "ab") as file:
-        for number in (1, 2):
-            os.dup2(file.fileno(), number)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, old in zip((1, 2), kept, strict=True):
-            os.dup2(old, number)
-            os.close(old)
-
-
 # --- the process that watches
 
 
 def run_local(plan: Plan, queue: Queue, watch: Watch, devices: Sequence[str], began: float) -> None:
-    """Keep a worker on every device until nothing is left, the budget is spent, or Ctrl-C comes."""
+    """Keep a worker on every device until nothing is left, the budget is spent, or Ctrl-C comes. Cells that another
+    process has, of a second sweep or of one whose watcher was killed, are waited for."""
     slots = [device for device in devices for _ in range(plan.per_device)]
     workers: dict[int, subprocess.Popen[bytes]] = {}
+    left, told = plan.cells, set[str]()
     deadline = began + 60 * plan.budget if plan.budget else float("inf")
     main = threading.current_thread() is threading.main_thread()  # no other may handle signals
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main else None  # ends like Ctrl-C
     try:
         while True:
-            left = [c for c in plan.cells if not queue.finished(c) and not queue.failed_since(c, began)]
             for slot, worker in list(workers.items()):
                 if worker.poll() is not None and not _bury(queue, plan.cells, workers.pop(slot)):
-                    raise UsageError(f"a worker ended before it began a cell: see {queue.status / 'workers.log'}")
-            waiting = sum(queue.state(cell) != "running" for cell in left)
+                    raise UsageError(f"a worker ended before it began a cell: see {queue.status / WORKERS}")
+            states = {cell.name: queue.state(cell) for cell in left}  # files of what has ended are not read again
+            left = [c for c in left if states[c.name] != "finished" and not queue.failed_since(c, began)]
+            waiting = sum(states[cell.name] != "running" for cell in left)
             for slot, device in enumerate(slots):
                 if slot not in workers and len(workers) < len(left) and waiting > 0:
                     workers[slot] = _start(queue, device, began)
                     waiting -= 1
             watch.show(left)
-            if not workers:
+            if not workers and not left:
                 return
+            for cell in [] if workers else left:
+                if cell.name not in told:
+                    told.add(cell.name)
+                    watch.say(f"{cell.name}: {queue.holder(cell)} has it; waiting for that")
             if time.time() > deadline:
                 watch.say(f"the budget of {plan.budget:g} minutes is spent; the same command goes on")
                 return
@@ -125,7 +114,7 @@ def run_local(plan: Plan, queue: Queue, watch: Watch, devices: Sequence[str], be
 def _start(queue: Queue, device: str, began: float) -> subprocess.Popen[bytes]:
     code = f"from replaylab.sweep.local import work; work({str(queue.folder)!r}, {began!r})"
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES=physical(device) if device.startswith("cuda") else "")
-    with open(queue.status / "workers.log", "ab") as log:
+    with open(queue.status / WORKERS, "ab") as log:
         return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=log, stderr=log)
 
 
@@ -139,7 +128,9 @@ def _bury(queue: Queue, cells: Sequence[Cell], worker: subprocess.Popen[bytes]) 
         if last["event"] == "started" and last["pid"] == worker.pid and not queue.finished(cell):
             code = worker.returncode
             how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-            queue.record(cell, "failed", error=f"its process died ({how}); see status/workers.log")
+            logs = [log for log in (queue.log(cell), queue.status / WORKERS) if log.exists() and log.stat().st_size]
+            see = f"; see status/{logs[0].name}" if logs else ""
+            queue.record_lost(cell, f"its process died ({how}){see}")
             return True
     return False
 

@@ -107,6 +107,16 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Common:
+    """What the file says of all its systems, and each may say of itself."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    variants: list[dict[str, Any]] = field(default_factory=lambda: [{}])  # of `grid` or `list`
+    seeds: list[int] = field(default_factory=lambda: [0])
+    split: bool = False  # a cell for each seed
+
+
+@dataclass(frozen=True)
 class Plan:
     name: str
     cells: list[Cell]
@@ -131,9 +141,16 @@ def read_plan(path: str | Path, per_device: int | None = None) -> Plan:
         raise UsageError(f"{path}: name '{name}' must be fit for a folder: letters, digits, '.', '_' and '-'")
     datasets = [_dataset(f"{path}: datasets[{i}]", d) for i, d in enumerate(_list(path, values, "datasets"))]
     _distinct(f"{path}: datasets", [d["name"] for d in datasets])
+    common = _common(str(path), values, Common())
+    envs = values.get("environments", [])
     rows: list[tuple[str, list[Cell]]] = []
+    takers = 0  # of `environments`
     for i, entry in enumerate(_list(path, values, "systems")):
-        rows += _rows(f"{path}: systems[{i}]", entry, values, datasets)
+        found = _rows(f"{path}: systems[{i}]", entry, common, datasets, envs)
+        takers += "environments" not in entry and any(cell.data is None for _, row in found for cell in row)
+        rows += found
+    if "environments" in values and not takers:
+        raise UsageError(f"{path}: no system takes `environments`: they are for systems that make their own data")
     cells = [cell for _, row in rows for cell in row]
     if not cells:
         raise UsageError(f"{path}: no cells: it needs `systems`, and `datasets` or `environments` for them")
@@ -152,7 +169,7 @@ def read_plan(path: str | Path, per_device: int | None = None) -> Plan:
 
 
 def _rows(
-    where: str, entry: Any, values: dict[str, Any], datasets: list[dict[str, Any]]
+    where: str, entry: Any, common: Common, datasets: list[dict[str, Any]], envs: Any
 ) -> list[tuple[str, list[Cell]]]:
     """(name, cells) of each place in the table that a system fills; several cells where each seed has its own."""
     entry = {"system": entry} if isinstance(entry, str) else entry
@@ -165,39 +182,49 @@ def _rows(
     preset = entry.get("preset")
     if preset is not None and (not isinstance(preset, str) or preset not in module.PRESETS):
         raise UsageError(f"{where}: unknown preset '{preset}'{nearest(str(preset), module.PRESETS)}")
-    common = _mapping(where, values, "settings") | _mapping(where, entry, "settings")
-    variants = _variants(where, entry) or _variants(where, values) or [{}]
-    seeds = entry.get("seeds", values.get("seeds", [0]))
-    split = entry.get("split_seeds", values.get("split_seeds", False))
-    if not isinstance(split, bool):
-        raise UsageError(f"{where}: split_seeds must be true or false, not {split!r}")
-    if any("seeds" in given for given in (common, *variants)):
-        raise UsageError(f"{where}: seeds are no setting: give `seeds` beside `settings`")
+    common = _common(where, entry, common)
     label = _slug(_name(where, entry, name))
-    named = ["-".join(f"{key}{_text(value)}" for key, value in variant.items()) for variant in variants]
+    named = ["-".join(f"{key}{_text(value)}" for key, value in variant.items()) for variant in common.variants]
     _distinct(f"{where}: `grid` or `list`", named)
     found = []
-    pairs = zip(named, variants, strict=True)
-    for place, (setting, variant) in itertools.product(_places(where, entry, values, datasets, module), pairs):
-        settings = common | variant
+    pairs = zip(named, common.variants, strict=True)
+    for place, (setting, variant) in itertools.product(_places(where, entry, datasets, envs, module), pairs):
+        settings = common.settings | variant
         read = place.get("options", {})
-        options = _check(where, module, preset, settings | {"seeds": seeds})
+        _check(where, module, preset, settings)
         row = "-".join(_slug(word) for word in (label, place["name"], setting) if word)
-        apart = split or (getattr(module, "ONLINE", False) and len(options.seeds) > 1)  # that one trains one seed a run
+        online = getattr(module, "ONLINE", False)  # trains one seed a run
+        apart = common.split or (online and len(common.seeds) > 1)
         about = (label, name, place["name"], setting, place.get("path"), place.get("env"), preset, settings)
-        parts = [(f"{row}-seed{seed}", [seed]) for seed in options.seeds] if apart else [(row, options.seeds)]
+        parts = [(f"{row}-seed{seed}", [seed]) for seed in common.seeds] if apart else [(row, common.seeds)]
         found.append((row, [Cell(folder, *about, part, read) for folder, part in parts]))
     return found
 
 
+def _common(where: str, entry: Mapping[str, Any], base: Common) -> Common:
+    settings = base.settings | _mapping(where, entry, "settings")
+    variants = _variants(where, entry) or base.variants
+    split = entry.get("split_seeds", base.split)
+    if not isinstance(split, bool):
+        raise UsageError(f"{where}: split_seeds must be true or false, not {split!r}")
+    if any("seeds" in given for given in (settings, *variants)):
+        raise UsageError(f"{where}: seeds are no setting: give `seeds` beside `settings`")
+    with _at(where):
+        seeds = check(Options, "seeds", entry.get("seeds", base.seeds))
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise UsageError(f"{where}: seeds must be distinct, and at least one")
+    return Common(settings, variants, seeds, split)
+
+
 def _places(
-    where: str, entry: dict[str, Any], values: dict[str, Any], datasets: list[dict[str, Any]], module: ModuleType
+    where: str, entry: dict[str, Any], datasets: list[dict[str, Any]], envs: Any, module: ModuleType
 ) -> list[dict[str, Any]]:
-    """What the system is trained on: all datasets or those it names; environments if it makes its own data."""
+    """What the system is trained on: all datasets or those it names; environments, its own or the file's `envs`, if it
+    makes its own data."""
     if getattr(module, "ONLINE", False):
         if "datasets" in entry:
             raise UsageError(f"{where}: {entry['system']} makes its own data: give it `environments`, not `datasets`")
-        envs = entry.get("environments", values.get("environments", []))
+        envs = entry.get("environments", envs)
         if not isinstance(envs, list) or not envs:
             raise UsageError(f"{where}: {entry['system']} makes its own data: list `environments` for it")
         for env in envs:
@@ -216,16 +243,13 @@ def _places(
     return [known[name] for name in wanted]
 
 
-def _check(where: str, module: ModuleType, preset: str | None, settings: dict[str, Any]) -> Options:
+def _check(where: str, module: ModuleType, preset: str | None, settings: dict[str, Any]) -> None:
     with _at(where):
         options, _ = resolve(
             [Options, module.Config],
             [(f"preset {preset}", module.PRESETS[preset] if preset else {}), ("settings", settings)],
         )
         _environment(options.env, module)
-    if not options.seeds or len(set(options.seeds)) != len(options.seeds):
-        raise UsageError(f"{where}: seeds must be distinct, and at least one")
-    return options
 
 
 def _environment(env: str | None, module: ModuleType | None = None) -> None:
@@ -270,7 +294,8 @@ def _dataset(where: str, entry: Any) -> dict[str, Any]:
     for path in paths:
         known = Path(path) if Path(path).exists() else SAMPLES.get(path, Path(path))
         if not ("format" in options if known.exists() else path in TOYS):
-            with _at(f"{where}: {path}"):
+            relative = not known.exists() and not known.is_absolute()
+            with _at(f"{where}: {path}", f" (looked for from {Path.cwd()}, where this is run)" if relative else ""):
                 detect(known)
     with _at(where):
         if not all(isinstance(names, (str, list)) for names in columns.values()):
@@ -286,12 +311,12 @@ def _dataset(where: str, entry: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _at(where: str) -> Iterator[None]:
+def _at(where: str, more: str = "") -> Iterator[None]:
     """Name the place of a mistake."""
     try:
         yield
     except ReplaylabError as error:
-        raise UsageError(f"{where}: {error}") from error
+        raise UsageError(f"{where}: {error}{more}") from error
 
 
 def _known(where: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from replaylab.config import write_whole
+from replaylab.data.episodes import Episodes
 from replaylab.errors import ReplaylabError, UsageError
 from replaylab.run import RunFolder
 from replaylab.sweep.plan import Cell, Plan
@@ -34,6 +35,10 @@ from replaylab.train import train
 from replaylab.trainer import Interrupted
 
 SPECIFIC = ("system", "data", "env", "preset", "settings", "seeds", "options")  # what a finished cell must share
+MORE_SEEDS = (
+    "the seeds of a cell train together; `split_seeds: true` trains each in a cell of its own (these anew too), "
+    "to which others can be added; or "
+)
 
 
 class Queue:
@@ -41,22 +46,26 @@ class Queue:
         self.folder = Path(folder)
         self.status = self.folder / "status"
 
-    def write(self, plan: Plan) -> None:
-        """Start the sweep or go on with it; cells that were run under other settings are not silently mixed in."""
-        self.status.mkdir(parents=True, exist_ok=True)
+    def check(self, plan: Plan) -> None:
+        """Cells that were run under other settings are not silently mixed in."""
         for cell in plan.cells:
             place, changed = RunFolder(self.folder / cell.name), self._changed(cell)
             if changed and place.checkpoints():
+                told = ", ".join(f"{key} was {was!r}, now {now!r}" for key, (was, now) in changed.items())
+                more = MORE_SEEDS if [*changed] == ["seeds"] else ""
                 raise UsageError(
-                    f"{place.path} was run with other settings ({', '.join(changed)}): rename the sweep, or remove it"
+                    f"{place.path} was run with other settings ({told}): {more}rename the sweep, or remove that folder"
                 )
+
+    def write(self, plan: Plan) -> None:
+        self.status.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / "sweep.json", plan.to_json())
 
-    def _changed(self, cell: Cell) -> list[str]:
-        """What the cell's last start was told otherwise."""
+    def _changed(self, cell: Cell) -> dict[str, tuple[Any, Any]]:
+        """What the cell's last start was told otherwise: (then, now)."""
         start = next((e["run"] for e in reversed(self.events(cell)) if "run" in e), None)
         now = json.loads(json.dumps(asdict(cell)))
-        return [f"{k} was {start.get(k)!r}, now {now[k]!r}" for k in SPECIFIC if start and start.get(k) != now[k]]
+        return {k: (start.get(k), now[k]) for k in SPECIFIC if start and start.get(k) != now[k]}
 
     def plan(self) -> Plan:
         return Plan.from_json((self.folder / "sweep.json").read_text())
@@ -75,6 +84,11 @@ class Queue:
         line = {"event": event, "time": time.time(), "host": platform.node(), "pid": os.getpid(), **more}
         with open(self.status / f"{cell.name}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
+
+    def record_lost(self, cell: Cell, error: str) -> None:
+        """The end of a cell whose process could not record it."""
+        begun = [e["time"] for e in self.events(cell) if e["event"] == "started"]
+        self.record(cell, "failed", error=error, seconds=time.time() - begun[-1] if begun else 0.0)
 
     def finished(self, cell: Cell) -> bool:
         folder = RunFolder(self.folder / cell.name)
@@ -105,9 +119,17 @@ class Queue:
 
     # --- work
 
+    def log(self, cell: Cell) -> Path:
+        return self.status / f"{cell.name}.log"
+
     def busy(self, cell: Cell) -> bool:
         with self.claim(cell) as mine:
             return not mine
+
+    def holder(self, cell: Cell) -> str:
+        """Who began it last."""
+        last = self.events(cell)[-1]
+        return f"process {last['pid']} on {last['host']}"
 
     @contextlib.contextmanager
     def claim(self, cell: Cell) -> Iterator[bool]:
@@ -120,7 +142,7 @@ class Queue:
             else:
                 yield True
 
-    def work(self, cell: Cell, data: Any = None) -> str:
+    def work(self, cell: Cell, data: Episodes | None = None) -> str:
         """Train a claimed cell, from its last checkpoint if it has one; what goes wrong is recorded.
 
         data: the logs, where they have been read already.
@@ -128,10 +150,10 @@ class Queue:
         anew = bool(self._changed(cell))  # a mistake was mended before anything was worth keeping
         self.record(cell, "started", run=asdict(cell))
         began = time.monotonic()
-        arguments = cell.arguments() | ({"data": data} if data is not None else {})
         sys.argv = cell.command(self.folder / cell.name)  # what run.json gives as the command
         try:
-            train(**arguments, out=self.folder / cell.name, resume=not anew, overwrite=anew)
+            with _printing_to(self.log(cell)), _read_already(data):
+                train(**cell.arguments(), out=self.folder / cell.name, resume=not anew, overwrite=anew)
         except (Interrupted, KeyboardInterrupt):
             self.record(cell, "interrupted", seconds=time.monotonic() - began)
             raise
@@ -142,6 +164,36 @@ class Queue:
             return "failed"
         self.record(cell, "finished", seconds=time.monotonic() - began)
         return "finished"
+
+
+@contextlib.contextmanager
+def _printing_to(path: Path) -> Iterator[None]:
+    """Send what this process prints, libraries' own printing included, to a file."""
+    kept = [os.dup(1), os.dup(2)]
+    with open(path, "ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, number)
+            os.close(old)
+
+
+@contextlib.contextmanager
+def _read_already(logs: Episodes | None) -> Iterator[None]:
+    """`train` is told the paths, which the run's configuration keeps, and finds there what was read before."""
+    training: Any = sys.modules[train.__module__]
+    usual = training.load
+    if logs is not None:
+        training.load = lambda paths, **options: logs
+    try:
+        yield
+    finally:
+        training.load = usual
 
 
 def missing(queue: Queue, cells: Sequence[Cell]) -> list[Cell]:
