@@ -34,13 +34,15 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     data_options: dict[str, Any] | None = None,
+    logs: Episodes | None = None,
     **settings: Any,
 ) -> Path:
     """Train a system on logged data; returns the run folder.
 
     `settings` are fields of `Options` and of the system's `Config`. They win over the YAML file `config`, which wins
     over `preset`, which wins over the defaults. The file may name `data` and `preset` too: a run's config.yaml is such
-    a file. A system that makes its own data (mbarc) takes `env` and no data.
+    a file. A system that makes its own data (mbarc) takes `env` and no data. `logs`: what the paths in `data` hold,
+    where it was read before.
     """
     module = system(system_name)
     given = read_yaml(config) if config else {}
@@ -67,7 +69,7 @@ def train(
         source = options.env = _environment(system_name, module, data, options.env)
         spaces = module.spaces(source)
     else:
-        source, paths = _logs(system_name, data, data_options)
+        source, paths = _logs(system_name, data, data_options, logs)
         spaces = Spaces.of(source)
         if options.env:  # whatever the data says, or does not say
             check_spaces(options.env, spaces)
@@ -96,13 +98,15 @@ def train(
     return folder.path
 
 
-def _logs(system_name: str, data: Any, data_options: dict[str, Any] | None) -> tuple[Episodes, list[str]]:
+def _logs(
+    system_name: str, data: Any, data_options: dict[str, Any] | None, logs: Episodes | None
+) -> tuple[Episodes, list[str]]:
     if data is None:
         raise UsageError(f"{system_name} learns from logs: name them with --data")
     if isinstance(data, Episodes):
         return data, [str(data.meta.get("source") or "arrays")]
     paths = [str(path) for path in as_paths(data)]
-    return load(paths, **(data_options or {})), paths
+    return load(paths, **(data_options or {})) if logs is None else logs, paths
 
 
 def _environment(system_name: str, module: Any, data: Any, env: str | None) -> str:

@@ -152,8 +152,8 @@ class Queue:
         began = time.monotonic()
         sys.argv = cell.command(self.folder / cell.name)  # what run.json gives as the command
         try:
-            with _printing_to(self.log(cell)), _read_already(data):
-                train(**cell.arguments(), out=self.folder / cell.name, resume=not anew, overwrite=anew)
+            with _printing_to(self.log(cell)):
+                train(**cell.arguments(), out=self.folder / cell.name, resume=not anew, overwrite=anew, logs=data)
         except (Interrupted, KeyboardInterrupt):
             self.record(cell, "interrupted", seconds=time.monotonic() - began)
             raise
@@ -181,19 +181,6 @@ def _printing_to(path: Path) -> Iterator[None]:
         for number, old in zip((1, 2), kept, strict=True):
             os.dup2(old, number)
             os.close(old)
-
-
-@contextlib.contextmanager
-def _read_already(logs: Episodes | None) -> Iterator[None]:
-    """`train` is told the paths, which the run's configuration keeps, and finds there what was read before."""
-    training: Any = sys.modules[train.__module__]
-    usual = training.load
-    if logs is not None:
-        training.load = lambda paths, **options: logs
-    try:
-        yield
-    finally:
-        training.load = usual
 
 
 def missing(queue: Queue, cells: Sequence[Cell]) -> list[Cell]:
