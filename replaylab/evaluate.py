@@ -300,6 +300,9 @@ def evaluate(
     if env_id is None:
         raise UsageError(f"{run} was trained without an environment: name one with --env")
     check_spaces(env_id, spaces)
+    own = folder.config().get("env")
+    if getattr(module, "ONLINE", False) and env_id != own:
+        print(f"note: {run} learnt {own}, and is played in {env_id}", file=sys.stderr)
     if targets:
         _check_targets(agent, targets)
     if idle := [name for name in acting or {} if name in getattr(agent, "idle", ())]:

@@ -28,7 +28,10 @@ MOST = 10_000  # bytes that a request may have
 
 
 def action_of(keys: set[str], names: list[str]) -> int:
-    """The game's action for the keys that are down: the nearest one it has, 0 (nothing) where it has none."""
+    """The game's action for the keys that are down: the nearest one it has, 0 (nothing) where it has none. Where a game
+    knows no up and down, as Pong, whose RIGHT is up, those keys are right and left."""
+    if not any("UP" in name or "DOWN" in name for name in names):
+        keys = {{"UP": "RIGHT", "DOWN": "LEFT"}.get(key, key) for key in keys}
     vertical = next((k for k in ("UP", "DOWN") if k in keys), "")
     sideways = next((k for k in ("RIGHT", "LEFT") if k in keys), "")
     fire = "FIRE" if "FIRE" in keys else ""
@@ -122,10 +125,9 @@ def serve(run: str | Path, port: int = 0, device: str = "auto") -> ThreadingHTTP
 
         def _ours(self) -> bool:
             """Whether a page of ours asks: another site must not reach in under a name that points here."""
-            host = f":{self.connection.getsockname()[1]}"
-            allowed = {f"127.0.0.1{host}", f"localhost{host}"}
+            host = self.headers.get("Host") or ""  # its port may be another, at the far end of a tunnel
             origin = (self.headers.get("Origin") or "").removeprefix("http://")
-            return self.headers.get("Host") in allowed and (not origin or origin in allowed)
+            return host.rpartition(":")[0] in ("127.0.0.1", "localhost") and origin in ("", host)
 
         def do_GET(self) -> None:
             if not self._ours():

@@ -139,7 +139,8 @@ class RunFolder:
     def save(self, step: int, weights: dict[str, Tensor], training: dict[str, Tensor], state: dict[str, Any]) -> None:
         target = self.path / "checkpoints" / f"step-{step}"
         part = target.with_name(target.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
+        for left in target.parent.glob("step-*.part"):  # by a process that was killed while it saved
+            shutil.rmtree(left, ignore_errors=True)
         part.mkdir(parents=True)
         try:
             save_tensors(part / "weights.safetensors", weights)

@@ -161,7 +161,7 @@ class Trainer:
         eval_every, before = self._evaluations(phase)
         stepper.sums = {k: v.to(self.device) for k, v in self.loaded.items()}
         stepper.count, self.loaded, self.loaded_count = self.loaded_count, {}, 0
-        bar = Progress(phase.name, phase.steps, self.done)
+        bar = Progress(self._label(phase), phase.steps, self.done)
         if phase.begin and self.done == 0:
             phase.begin()
         self._tell(bar)
@@ -203,6 +203,11 @@ class Trainer:
         bar.close()
         if eval_every > 0 and (before + self.done) % eval_every == 0 and self.phase < len(self.phases) - 1:
             self._evaluate(self.options.eval_episodes)
+
+    def _label(self, phase: Phase) -> str:
+        """Its name; which one it is, where there are several."""
+        alike = [p is phase for p in self.phases if p.name == phase.name]
+        return phase.name if len(alike) == 1 else f"{phase.name} {alike.index(True) + 1}/{len(alike)}"
 
     def _interrupt(self) -> None:
         raise Interrupted(f"stopped at step {self.step}; resume with the same command plus --resume")

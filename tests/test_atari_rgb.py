@@ -143,6 +143,8 @@ def test_names_and_options():
     assert envs.make_vec("atari-rgb/pong,pool=max", 1).games[0].pool == "max"
     with pytest.raises(UsageError, match="did you mean 'freeway'"):
         envs.make_vec("atari-rgb/freewya", 1)
+    with pytest.raises(UsageError, match="air_raid shows 250 x 160 pixels, a world model takes 210 x 160"):
+        envs.make_vec("atari-rgb/air_raid", 1)
     with pytest.raises(UsageError, match=r"pool=min.*options are pool=last"):
         envs.make_vec("atari-rgb/pong,pool=min", 1)
     env = envs.make("atari-rgb/pong")

@@ -22,6 +22,7 @@ from replaylab.envs.atari_rgb import Recorder
 from replaylab.errors import DataError, UsageError
 from replaylab.models import dream as dreams
 from replaylab.models import reward
+from replaylab.models.world_training import memory
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
 from replaylab.tensors import load_tensors
@@ -101,13 +102,26 @@ def test_wrong_settings_are_told_in_one_line():
         make_agent(seeds=(0, 1))
     with pytest.raises(UsageError, match="56 real steps are planned, the budget is 50"):
         make_agent(budget=50)
-    for name in ("epochs", "games", "world_steps", "world_batch", "world_rollout", "rollout", "near"):
+    names = (
+        "epochs",
+        "games",
+        "world_steps",
+        "world_batch",
+        "world_rollout",
+        "rollout",
+        "near",
+        "ppo_updates",
+        "compress",
+    )
+    for name in names:
         with pytest.raises(UsageError, match=f"{name} must be at least 1, not 0"):
             make_agent(**{name: 0})
     with pytest.raises(UsageError, match=r"held_out must be from 0 to 0\.25"):
         make_agent(held_out=0.3)
-    with pytest.raises(UsageError, match="multiple of games"):
+    with pytest.raises(UsageError, match=r"--collect-steps must be --games \(\d\) or a multiple of it, not 15"):
         make_agent(collect_steps=15)
+    with pytest.raises(UsageError, match="of at least 0, not all 0, but are"):
+        make_agent(masses=[0.0, 0.0, 0.0])
     with pytest.raises(UsageError, match="did you mean 'freeway'"):
         mbarc.environment("atari/freewya")
     with pytest.raises(UsageError, match="atari/GAME"):
@@ -131,7 +145,7 @@ def test_out_of_memory_names_the_setting(monkeypatch):
     agent, env_id = make_agent()
     world, _, policy, *_ = agent.phases(env_id)
 
-    def burst(*args):
+    def burst(*args, **settings):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(agent.world_trainer, "update_teacher", burst)
@@ -141,6 +155,13 @@ def test_out_of_memory_names_the_setting(monkeypatch):
     monkeypatch.setattr(agent.dream, "predict", burst)
     with pytest.raises(UsageError, match="lower --agents"):
         policy.hook(0)
+    with pytest.raises(UsageError, match="there is too little memory for what the policy learns from: lower --agents"):
+        make_agent(agents=10**9)  # what a CPU's allocator says
+    monkeypatch.setattr(mbarc, "FrameReplay", burst)
+    with pytest.raises(UsageError, match="the GPU has too little memory for the replay: lower --collect-steps or --ep"):
+        agent.phases(env_id)
+    with pytest.raises(RuntimeError, match="shapes"), memory("x", "y"):  # other mistakes are not hidden
+        raise RuntimeError("shapes do not fit")
 
 
 def test_sequences_are_walked_along_and_redrawn_at_their_end(monkeypatch):

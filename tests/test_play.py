@@ -62,6 +62,8 @@ def test_keys_become_the_nearest_action():
         ({"UP", "FIRE"}, freeway, "UP"),
         ({"LEFT"}, freeway, "NOOP"),
         (set(), freeway, "NOOP"),
+        ({"UP"}, ["NOOP", "FIRE", "RIGHT", "LEFT", "RIGHTFIRE", "LEFTFIRE"], "RIGHT"),  # Pong
+        ({"DOWN", "FIRE"}, ["NOOP", "FIRE", "RIGHT", "LEFT", "RIGHTFIRE", "LEFTFIRE"], "LEFTFIRE"),
     ):
         assert names[action_of(keys, names)] == wanted
 
@@ -105,7 +107,9 @@ def test_an_answer_does_not_wait_to_be_acknowledged(server):
         ("/other", b"[]", {}, 404),
         ("/../config.yaml", None, {}, 404),
         ("/", None, {"Host": "evil.example"}, 403),
+        ("/", None, {"Host": "127.0.0.1.evil.example:80"}, 403),
         ("/step", b"[]", {"Origin": "http://evil.example"}, 403),
+        ("/step", b"[]", {"Origin": "http://localhost:1"}, 403),  # another page on this machine
     ],
 )
 def test_strangers_and_nonsense_are_refused(server, path, body, headers, code):
@@ -113,6 +117,11 @@ def test_strangers_and_nonsense_are_refused(server, path, body, headers, code):
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=20)
     assert error.value.code == code
+
+
+def test_a_tunnel_may_have_another_port(server):
+    assert b"<html" in ask(server, "/", Host="localhost:9000")[0]
+    assert ask(server, "/step", [], Host="localhost:9000", Origin="http://localhost:9000")[0]
 
 
 def test_what_cannot_be_played_is_told(run, server, tmp_path):

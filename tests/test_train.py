@@ -248,6 +248,13 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(log, tmp_path, monkeypatch):
     assert RunFolder(tmp_path / "r").info()["status"] == "failed"
 
 
+def test_what_a_kill_left_of_a_checkpoint_is_cleared_away(log, tmp_path):
+    run = replaylab.train("bc", log, out=tmp_path / "r", **SMALL | {"steps": 5})
+    (run / "checkpoints" / "step-7.part").mkdir()
+    RunFolder(run).save(99, {}, {}, {})
+    assert not list((run / "checkpoints").glob("*.part")) and RunFolder(run).checkpoints()[-1].name == "step-99"
+
+
 def test_an_unreadable_checkpoint_falls_back_to_the_one_before(log, tmp_path):
     for steps in (100, 200):
         replaylab.train("bc", log, out=tmp_path / "r", resume=True, **SMALL | {"steps": steps})

@@ -121,9 +121,10 @@ class Agent(nn.Module):
             self.policy = ppo.PixelPolicy(PALETTE, stack, self.size, spaces.action_dim, self.seed)
             self.register_buffer("trained", torch.zeros((), dtype=torch.int64))  # updates of the world model
             self.to(device)
-            self.ppo = self._learner()
             self.policy_mean = RunningMean(self.policy.parameters(), config.policy_average, every=1, closely=2)
             self.__dict__["copy"] = snapshot(self.world)  # for dreams; no part of what is saved
+        with memory("what the policy learns from", "agents", "rollout"):
+            self.ppo = self._learner()
         self.world_trainer = WorldTrainer(
             self.world, online=config.strategy == "online", noise=config.input_noise, decay=config.sampling_decay,
             rollout=config.world_rollout, max_norm=config.world_grad_clip, lr=config.world_lr,
@@ -154,7 +155,7 @@ class Agent(nn.Module):
         config, batch = self.config, self.config.world_batch
         env = envs.make_vec(env_id, config.games)
         rows = int(ROOM * counters(config)["real_steps"] / config.games) + 64
-        with memory("the replay", "budget"):
+        with memory("the replay", "collect-steps", "epochs"):
             self.replay = FrameReplay(
                 config.games, rows, self.size, self.device,
                 stack=self.world.shape.stack, gamma=config.gamma, terminal_reward=not self.original,
@@ -383,7 +384,8 @@ def _check(config: Config) -> None:
         )
     for name in ("random_steps", "collect_steps"):
         if getattr(config, name) % config.games or getattr(config, name) < config.games:
-            raise UsageError(f"{name} must be a multiple of games ({config.games}), not {getattr(config, name)}")
+            option, games = f"--{name.replace('_', '-')}", f"--games ({config.games})"
+            raise UsageError(f"{option} must be {games} or a multiple of it, not {getattr(config, name)}")
     if not 0 <= config.from_start <= config.agents:
         raise UsageError(f"from_start must be from 0 to agents ({config.agents}), not {config.from_start}")
     reward.masses_of(torch.ones(4, dtype=torch.bool), config.masses, config.classes)

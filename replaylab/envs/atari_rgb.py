@@ -32,7 +32,8 @@ FRAME_SKIP = 4
 MAX_STEPS = 18_000  # actions an episode
 STACK = 4
 NOOPS = 8  # idle frames at the start, at most
-SHAPE = (105, 80)
+SCREEN = (210, 160)
+SHAPE = (105, 80)  # every second pixel of it
 POOLS = ("last", "max")
 FAMILY = "atari-rgb/"
 
@@ -83,6 +84,9 @@ class Game:
         self.ale.setInt("random_seed", 0)
         self.ale.setFloat("repeat_action_probability", 0.0)
         self.ale.loadROM(path)
+        if self.ale.getScreenDims() != SCREEN:
+            rows, columns = self.ale.getScreenDims()
+            raise UsageError(f"{name} shows {rows} x {columns} pixels, a world model takes {SCREEN[0]} x {SCREEN[1]}")
         self.ale.reset_game()
         self.restored = ale_py.ALEState
         self.fresh = self.ale.cloneState(include_rng=True)  # so that a game is a function of its seed and its actions

@@ -70,7 +70,7 @@ def masses_of(present: Tensor, masses: Sequence[float], classes: str) -> Tensor:
     """Mass of each of the four categories. Of three masses, the rewarded one is shared equally by positive and negative
     rewards where the data holds both; what is absent gets nothing and the rest share it."""
     if len(masses) not in (3, 4) or min(masses) < 0 or sum(masses) <= 0:
-        raise UsageError(f"masses must be three or four numbers of at least 0, not {list(masses)}")
+        raise UsageError(f"masses must be three or four numbers of at least 0, not all 0, but are {list(masses)}")
     given = torch.tensor([*masses, 0.0][:4], dtype=torch.float64, device=present.device)
     if len(masses) == 3:
         place = CATEGORIES[classes].index("positive")

@@ -31,8 +31,12 @@ def memory(what: str, *settings: str) -> Iterator[None]:
     """Out of memory is the user's to solve: say what with."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
-        raise UsageError(f"the GPU has too little memory for {what}: lower --{' or --'.join(settings)}") from error
+    except (MemoryError, RuntimeError) as error:
+        gpu = isinstance(error, torch.cuda.OutOfMemoryError)
+        if not (gpu or isinstance(error, MemoryError) or "alloc" in str(error)):  # what a CPU's allocator says
+            raise
+        where = "the GPU has" if gpu else "there is"
+        raise UsageError(f"{where} too little memory for {what}: lower --{' or --'.join(settings)}") from error
 
 
 def truth_share(update: Tensor, decay: int) -> Tensor:

@@ -114,7 +114,7 @@ def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -
     note = (
         f'<p class="note">Strategy {strategy}, epoch {epoch}: {count(int(last["steps"]), "frame")}{episodes}. '
         f"Measured on {steps}. What a dream would have paid for them explains {percent(last.get('explained'))} of the "
-        "variance of the real rewards; below 0 %, paying nothing would be nearer.</p>"
+        "variance of the real rewards; below 0 %, always paying the mean reward would be nearer.</p>"
     )
     paid = charts.lines("Rewards explained", [_curve("", measured, "explained", 0)], x_label="epoch")
     curves = [
@@ -155,12 +155,13 @@ def _ledger(run: Run) -> Html:
         games = f"{number(mean)} ({collected.get('episodes')})" if mean is not None else "–"
         rows.append([i, number(ledger["recorded"]), number(ledger["frames"]), games, *seconds])
     last = world[-1]["ledger"]
+    over = " That is over the budget, as --no-strict-budget allows." if last["frames"] > 4 * last["budget"] else ""
     total = sum(filter(None, (_seconds(phase, i) for phase in (world, reward, policy) for i in range(len(phase)))))
     head = ["Epoch", "Real steps", "Real frames", "Mean return (games)", "World model", "Reward model", "Policy"]
     return Html(
         table(head, rows)
         + f'<p class="note">{number(last["recorded"])} real steps were recorded, of {number(last["budget"])} allowed; '
-        f"{count(int(last['resets']), 'reset')} cost {number(last['reset_frames'])} frames more. Returns are the "
+        f"{count(int(last['resets']), 'reset')} cost {number(last['reset_frames'])} frames more.{over} Returns are the "
         "game's own score, of games that ended while steps were collected. The world model's time includes collecting. "
         f"{duration(total)} in all phases.</p>"
     )
