@@ -401,6 +401,7 @@ def test_report_sections(tmp_path):
     phases = {"world": {"epochs": world}, "reward": {"epochs": [{"seconds": 9.0}]}, "policy": {"epochs": []}}
     plain = dict(sections(report_run(tmp_path, phases)))["Reward model"]
     assert "6 frames. Measured on the steps that an epoch collected, before" in plain and "held-out" not in plain
+    assert "No episode was held out" in plain
     world[1] |= held
     phases["reward"]["epochs"][0] |= held
     found = dict(sections(report_run(tmp_path, phases)))
@@ -408,9 +409,19 @@ def test_report_sections(tmp_path):
     assert '<img alt="reality left, dream right" src="data:image/gif;base64,' in found["Dream and reality"]
     rewards = found["Reward model"]
     assert "&lt;b&gt;" in rewards and "<b>" not in rewards and "50.0 %" in rewards
-    assert "epoch 0: 6 frames of 2 episodes. Measured on held-out episodes" in rewards and plain in rewards
+    assert (
+        "epoch 0: 6 frames of 2 episodes. Measured on held-out episodes" in rewards
+        and plain.partition('<p class="note">No')[0] in rewards
+    )
+    assert "No episode was held out" not in rewards
     assert "Share, on held-out episodes" in found["Dream and reality"]
     assert "-7.25 (3)" in found["Real steps and time"] and "1 min 10 s" in found["Real steps and time"]
+    assert "Real play" in found["Real steps and time"] and "6 games in all" in found["Real steps and time"]
+    assert "over the budget" not in found["Real steps and time"]
+    ledger["frames"] = 4 * 102_400 + 1
+    assert (
+        "over the budget, as --no-strict-budget" in dict(sections(report_run(tmp_path, phases)))["Real steps and time"]
+    )
     assert "102.4k" in found["Real steps and time"] and "2 resets" in found["Real steps and time"]
 
 

@@ -97,7 +97,10 @@ def _number(value: Any) -> float:
 
 def _reward(run: Run) -> Html:
     phase = "world" if run.config.get("strategy") == "online" else "reward"
-    return Html("".join(_rewards(run, *judged) for judged in _judged(run, phase).items()))
+    judged = _judged(run, phase)
+    none = "No episode was held out: these models are judged by fresh steps alone, the last ones not at all."
+    note = "" if HELD_OUT in judged or not judged else f'<p class="note">{none}</p>'
+    return Html("".join(_rewards(run, *part) for part in judged.items()) + note)
 
 
 def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -> Html:
@@ -159,12 +162,27 @@ def _ledger(run: Run) -> Html:
     total = sum(filter(None, (_seconds(phase, i) for phase in (world, reward, policy) for i in range(len(phase)))))
     head = ["Epoch", "Real steps", "Real frames", "Mean return (games)", "World model", "Reward model", "Policy"]
     return Html(
-        table(head, rows)
+        _played(world)
+        + table(head, rows)
         + f'<p class="note">{number(last["recorded"])} real steps were recorded, of {number(last["budget"])} allowed; '
         f"{count(int(last['resets']), 'reset')} cost {number(last['reset_frames'])} frames more.{over} Returns are the "
         "game's own score, of games that ended while steps were collected. The world model's time includes collecting. "
         f"{duration(total)} in all phases.</p>"
     )
+
+
+def _played(world: list[dict[str, Any]]) -> Html:
+    """The curve of learning: what the policy scored in the real game, over real steps."""
+    ended = [e for e in world if finite(e["collected"].get("mean_return")) is not None]
+    if len(ended) < 2:
+        return Html("")
+    steps, means = (np.array([float(x) for x in xs]) for xs in zip(*(
+        (e["ledger"]["recorded"], e["collected"]["mean_return"]) for e in ended
+    ), strict=True))  # fmt: skip
+    games = sum(int(e["collected"]["episodes"]) for e in ended)
+    caption = f"Mean return of the games that ended while an epoch collected, {count(games, 'game')} in all."
+    curve = charts.Series("", steps, means)
+    return grid([charts.lines("Real play", [curve], x_label="real steps", y_label="game score", caption=caption)])
 
 
 def _seconds(epochs: list[dict[str, Any]], i: int) -> float | None:
