@@ -110,7 +110,6 @@ def test_wrong_settings_are_told_in_one_line():
         "world_rollout",
         "rollout",
         "near",
-        "ppo_updates",
         "compress",
     )
     for name in names:

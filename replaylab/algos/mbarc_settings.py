@@ -78,7 +78,7 @@ class Config(ppo.Config):
     agents: int = knob(64, "dreams side by side", COUNT)
     from_start: int = knob(4, "of them from the start of a game, the others from anywhere")
     rollout: int = knob(50, "steps of a dream", COUNT)
-    ppo_updates: int = knob(130, "dream-and-learn rounds an epoch", COUNT)
+    ppo_updates: int = knob(130, "dream-and-learn rounds an epoch; 0: world and reward model alone", FROM_0)
     doubled: list[int] = knob([7, 11], "epochs with twice as many")
     tripled: list[int] = knob([14], "epochs with three times as many")
     ppo_lr: float = knob(2e-4, "Adam's learning rate of the policy", RATE)
