@@ -318,12 +318,14 @@ def test_cells_learn_from_the_store_and_their_runs_name_the_paths(place, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")  # which finds one cluster on a machine, not two
 @pytest.mark.timeout(280)
 def test_ray_shows_its_cells_by_name_and_keeps_what_they_print(place, capfd):
     import ray
     from ray.util.state import list_tasks
 
-    path = write(place, datasets=["one.npz", ["one.npz", "two.npz"]], settings=TINY | {"steps": 4000})
+    small = {"steps": 2, "batch_size": 4, "context": 3, "width": 16, "layers": 1}
+    path = write(place, systems=["dt"], datasets=["one.npz", ["one.npz", "two.npz"]], settings=small)
     ray.init(num_cpus=2, num_gpus=0)
     try:
         with pytest.raises(UsageError, match="no node of the Ray cluster"):
@@ -332,14 +334,15 @@ def test_ray_shows_its_cells_by_name_and_keeps_what_they_print(place, capfd):
         tasks = {task.name for task in list_tasks()}
     finally:
         ray.shutdown()
-    assert found.finished == ["bc-one", "bc-one+two"] and tasks == {*found.finished}
+    assert found.finished == ["dt-one", "dt-one+two"] and tasks == {*found.finished}
     assert re.search(r"Ray's dashboard: http://127.0.0.1:\d+", capfd.readouterr().err)
     for name in found.finished:
-        assert (place / "sweeps/tiny/status" / f"{name}.log").read_text()
-    assert RunFolder(place / "sweeps/tiny/bc-one+two").config()["data"] == ["one.npz", "two.npz"]
+        assert "on a CPU try" in (place / "sweeps/tiny/status" / f"{name}.log").read_text()
+    assert RunFolder(place / "sweeps/tiny/dt-one+two").config()["data"] == ["one.npz", "two.npz"]
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("data", ["path", "store"])
 def test_ray_cluster_loses_a_node_and_no_cell(place, data):
