@@ -26,7 +26,7 @@ test: install lint
 
 test-slow: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'ray[default]==2.60.0'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow --timeout 3600
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m slow --timeout 3600
 
 lint: install
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -9,9 +10,11 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -317,10 +320,17 @@ def test_cells_learn_from_the_store_and_their_runs_name_the_paths(place, capfd):
     assert_equal(queue.folder / plan.cells[1].name, alone)
 
 
+@pytest.fixture
+def one_cluster():
+    """Ray looks for the cluster of a machine, and there must be one: tests that start one wait for each other."""
+    with open(Path(tempfile.gettempdir()) / "replaylab-ray.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")  # which finds one cluster on a machine, not two
 @pytest.mark.timeout(280)
-def test_ray_shows_its_cells_by_name_and_keeps_what_they_print(place, capfd):
+def test_ray_shows_its_cells_by_name_and_keeps_what_they_print(place, capfd, one_cluster):
     import ray
     from ray.util.state import list_tasks
 
@@ -342,10 +352,9 @@ def test_ray_shows_its_cells_by_name_and_keeps_what_they_print(place, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("data", ["path", "store"])
-def test_ray_cluster_loses_a_node_and_no_cell(place, data):
+def test_ray_cluster_loses_a_node_and_no_cell(place, data, one_cluster):
     import ray  # `make test-slow` installs it
     from ray.cluster_utils import Cluster
 
