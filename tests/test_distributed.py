@@ -82,7 +82,7 @@ def test_two_processes_learn_what_one_with_the_whole_batch_learns(name, tmp_path
         port = free.getsockname()[1]
     pids = [in_process(name, tmp_path / str(rank), rank, port) for rank in (0, 1)]
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
-    first, second = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
+    first, second = (torch.load(tmp_path / str(rank), weights_only=True) for rank in (0, 1))
     whole = updates(name)
     for key, value in whole.items():
         assert torch.equal(first[key], second[key]), key
