@@ -102,8 +102,8 @@ def _iqm(score: dict[str, Any] | None) -> str:
 
 
 def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str, int]) -> Html:
-    kept = _own(rows, [row["label"] for row in rows])
-    rest = [row for row in rows if row not in kept]
+    kept = _own(rows, [(row["path"], row["label"]) for row in rows])
+    rest = [row for row in rows if not any(row is other for other in kept)]
     scored = [row for row in kept if row["return"]]
     parts = []
     if not scored:
@@ -132,10 +132,15 @@ def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str
     return Html("".join(parts))
 
 
-def _own(found: Sequence[Any], labels: Sequence[str]) -> list[Any]:
-    """All of them, or where they are too many to look at, those without a label: a run as it was trained."""
-    own = [item for item, label in zip(found, labels, strict=True) if not label]
-    return list(found) if len(found) <= MANY else own or list(found[:MANY])
+def _own(found: Sequence[Any], names: Sequence[tuple[str, str]]) -> list[Any]:
+    """All of them, or where they are too many to look at, of each run (run, label) those without a label, which is as
+    it was trained; of a run that has none, the first."""
+    if len(found) <= MANY:
+        return list(found)
+    plain = {run for run, label in names if not label}
+    first = {run: i for i, (run, _) in reversed([*enumerate(names)])}
+    return [x for i, (x, (run, label)) in enumerate(zip(found, names, strict=True))
+            if not label or (run not in plain and first[run] == i)]  # fmt: skip
 
 
 def _hero(row: dict[str, Any]) -> Html:
@@ -207,7 +212,7 @@ def _curves(runs: list[Run], styles: dict[str, int]) -> list[Html]:
     """A learning curve for each environment, with all runs that were evaluated there."""
     pictures = []
     everything = [(run, group) for run in runs for group in run.evaluations]
-    everything = _own(everything, [group.label for _, group in everything])
+    everything = _own(everything, [(str(run.path), group.label) for run, group in everything])
     for env in dict.fromkeys(group.env for _, group in everything):
         here = [(run, group) for run, group in everything if group.env == env]
         key = "normalized" if all(group.normalized for _, group in here) else "returns"

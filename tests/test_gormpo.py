@@ -325,6 +325,7 @@ def test_a_density_of_other_columns_is_one_line(tmp_path):
     assert agent.imagination.metrics()["penalty"][0] > 0
     with pytest.raises(DataError, match="2 observation and 1 action columns, the data has 2 and 2"):
         make_agent(make_log(action=2), density_model=str(tmp_path / "d"))
+    make_agent(make_log(), module=mopo, density_model=str(tmp_path / "d"), penalty="tanh")  # MOPO's, and this one
     with pytest.raises(UsageError, match="has density kde: leave --density out"):
         make_agent(make_log(), density_model=str(tmp_path / "d"), density="vae")
     with pytest.raises(UsageError, match="has density_inputs nsa: leave --density-inputs out"):

@@ -109,6 +109,16 @@ def test_settings_make_rows_of_their_own(tmp_path):
     assert (first["return"]["mean"], second["return"]["mean"]) == (1800, 3600)
 
 
+def test_of_many_evaluations_each_run_keeps_its_own(tmp_path):
+    plain = [make_run(tmp_path / f"plain{i}", [evaluation(9, 0, [1.0])]) for i in range(10)]
+    swept = make_run(tmp_path / "swept", [evaluation(9, 0, [2.0]), *(evaluation(9, 0, [3.0], a=i) for i in (1, 2))])
+    asked = make_run(tmp_path / "asked", [evaluation(9, 0, [4.0], target=t) for t in (10, 20)])
+    page = report([*plain, swept, asked], tmp_path / "page.html").read_text()
+    table, rest = page.split("3 evaluations with other settings")
+    assert all(f"<b>{run.name}</b>" in table for run in (*plain, swept, asked)) and "target=10" in table
+    assert "a=1" in rest and "a=2" in rest and "target=20" in rest and "<td><b>plain" not in rest
+
+
 def test_unfinished_runs_say_so(tmp_path):
     lines = [evaluation(100, 0, [1.0]), evaluation(200, 0, [2.0]), evaluation(100, 1, [3.0]), evaluation(100, 2, [])]
     lines[1]["returns"] = lines[1]["normalized"] = [2.0, float("nan")]

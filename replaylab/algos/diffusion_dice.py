@@ -178,9 +178,10 @@ class Agent(nn.Module):
     def _set_rates(self, rates: dict[str, float], least: float, done: Tensor, steps: int) -> None:
         """Learning rates along a cosine."""
         cosine = (1 + torch.cos(done * (math.pi / steps))) / 2
+        # in every update, so each rate is worked out once, whoever shares it
+        now = {rate: min(rate, least) + max(rate - least, 0.0) * cosine for rate in set(rates.values())}
         for name, rate in rates.items():
-            now = min(rate, least) + max(rate - least, 0.0) * cosine
-            self.optimizers[name].param_groups[0]["lr"].copy_(now)
+            self.optimizers[name].param_groups[0]["lr"].copy_(now[rate])
 
     @staticmethod
     def _noise(

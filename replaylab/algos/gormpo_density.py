@@ -49,11 +49,9 @@ class DensityFit:
         self.descent = library.Descent(self.model, self.steps, 1e-3) if self.steps else None
 
     def _check(self, episodes: Episodes) -> None:
-        where, config = self.config.density_model, self.config
-        for name, usual, known in (
-            ("density", "realnvp", self.report["kind"]), ("density_inputs", "nsa", self.report["inputs"])
-        ):  # fmt: skip
-            if getattr(config, name) not in (usual, known):
+        where, usual = self.config.density_model, type(self.config)()
+        for name, known in (("density", self.report["kind"]), ("density_inputs", self.report["inputs"])):
+            if getattr(self.config, name) not in (getattr(usual, name), known):  # asked for, and it is another
                 raise UsageError(f"{where} has {name} {known}: leave --{name.replace('_', '-')} out")
         ours, theirs = family(episodes.env_id), family(self.report.get("env_id"))
         if ours and theirs and ours != theirs:
