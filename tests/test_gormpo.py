@@ -299,8 +299,6 @@ def test_an_ensemble_that_predicts_nothing_is_one_line():
         ({"uncertainty_coef": 3.0}, "--uncertainty-coef without a penalty"),
         ({"penalty": "none", "penalty_coef": 3.0}, "--penalty-coef without a penalty"),
         ({"penalty": "none", "density": "kde"}, "leave out --density$"),
-        ({"combine": "product"}, "--combine product needs both penalties"),
-        ({"combine": "product", "uncertainty": "pairwise", "uncertainty_coef": 0.0}, "needs both penalties"),
         ({"penalty": "linear"}, "penalty linear has no usual size: pass --penalty-coef"),
         ({"rollout_length": 0}, "rollout_length"),
         ({"retain": 0}, "retain"),

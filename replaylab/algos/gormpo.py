@@ -115,9 +115,7 @@ class Agent(nn.Module):
             if config.density_model is None and config.density_inputs != "sa":
                 self.notes += left_out(episodes, "density")
         inputs = self.density.report["inputs"] if self.density else config.density_inputs
-        self.penalties = Penalties(
-            config.penalty, coefficient, config.uncertainty, uncertainty_coefficient, inputs, config.combine
-        )
+        self.penalties = Penalties(config.penalty, coefficient, config.uncertainty, uncertainty_coefficient, inputs)
         self._make_imagination(data)
         found = [self._policy(data)]
         if config.dynamics_model is None:
@@ -182,8 +180,7 @@ class Agent(nn.Module):
         gaps = [asked is None for (kind, asked) in kinds if kind != "none"] + [config.rollout_length is None]
         where = f" (not given, so {origin})" if any(gaps) else ""
         steps = f"{self.length} step{'' if self.length == 1 else 's'}"
-        both = " times " if config.combine == "product" else " and "
-        self.notes.append(f"imagines {steps}, {both.join(told) or 'no penalty: MBPO'}{where}")
+        self.notes.append(f"imagines {steps}, {' and '.join(told) or 'no penalty: MBPO'}{where}")
         return found[0], found[1]
 
     def _termination(self, episodes: Episodes, data: Logged) -> termination.Termination:
@@ -390,9 +387,6 @@ def _check(config: Config, spaces: Spaces) -> None:
         raise UsageError("--uncertainty-coef without a penalty does nothing: pass --uncertainty too")
     if config.penalty not in (*BOUNDED, "none") and config.penalty_coef is None:
         raise UsageError(f"penalty {config.penalty} has no usual size: pass --penalty-coef")
-    none = "none" in (config.penalty, config.uncertainty) or 0 in (config.penalty_coef, config.uncertainty_coef)
-    if config.combine == "product" and none:
-        raise UsageError("--combine product needs both penalties: pass --penalty and --uncertainty")
     if int(config.batch_size * config.real_ratio) == config.batch_size:
         raise UsageError(f"--real-ratio {config.real_ratio:g} leaves no imagined rows: it must be smaller")
     if config.elites > config.members:

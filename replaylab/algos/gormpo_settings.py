@@ -13,7 +13,7 @@ from replaylab.config import COUNT, FROM_0, RATE, SHARE, knob
 from replaylab.data.episodes import Episodes
 from replaylab.models import termination
 from replaylab.models.density import INPUTS, KINDS
-from replaylab.models.penalty import COMBINED, DENSITY, ENSEMBLE
+from replaylab.models.penalty import DENSITY, ENSEMBLE
 
 
 @dataclass
@@ -40,7 +40,6 @@ class Config(SACConfig):
     )
     uncertainty: str = knob("none", "penalty from the ensemble", [*ENSEMBLE, "none"])
     uncertainty_coef: float | None = knob(None, "its coefficient; default: by environment and level; 0: none", FROM_0)
-    combine: str = knob("sum", "of both penalties; product: the ensemble's, where the density says so", COMBINED)
     termination: str = knob("auto", "auto, a known environment, none, or your own FILE.py:FUNCTION")
     dynamics_model: str | None = knob(None, "run folder whose ensembles are taken, seed by seed, instead of training")
     members: int = knob(7, "networks of the ensemble", COUNT)

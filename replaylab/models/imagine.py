@@ -111,8 +111,7 @@ class Ring:
 
 
 class Penalties:
-    """What is taken off an imagined reward: by a density, by the ensemble's own uncertainty, or by both. Of both, the
-    sum; or the product, where the density says which rows pay and the ensemble how much."""
+    """What is taken off an imagined reward: by a density, by the ensemble's own uncertainty, or by both."""
 
     def __init__(
         self,
@@ -121,11 +120,10 @@ class Penalties:
         uncertainty: str = "none",
         uncertainty_coefficient: float = 0.0,
         inputs: str = "nsa",
-        combine: str = "sum",
     ):
         self.kind, self.coefficient, self.inputs = kind, coefficient if kind != "none" else 0.0, inputs
         self.uncertainty = uncertainty if uncertainty_coefficient else "none"
-        self.uncertainty_coefficient, self.combine = uncertainty_coefficient, combine
+        self.uncertainty_coefficient = uncertainty_coefficient
         self.density: Density | None = None
         self.threshold = torch.zeros(())
 
@@ -256,8 +254,7 @@ class Imagination:
         total, below = penalties.uncertainty_coefficient * uncertainty, torch.zeros_like(live)
         if penalties.coefficient:
             found, below = penalties.by_density(observations, actions, following, live)
-            by_density = penalties.coefficient * found
-            total = total * by_density if penalties.combine == "product" else total + by_density
+            total = total + penalties.coefficient * found
         return total, below
 
     def metrics(self) -> dict[str, Tensor]:

@@ -28,7 +28,6 @@ from torch.nn.functional import softplus
 
 from replaylab.errors import UsageError, nearest
 
-COMBINED = ("sum", "product")  # what becomes of both, where both are asked for
 BOUNDED = ("tanh", "signed-tanh", "indicator")  # at most 1, so that a coefficient on the scale of a reward fits
 CAP = 5.0  # of the exponential's exponent: beyond, the penalty would drown every reward
 
