@@ -8,6 +8,7 @@ import torch
 
 import replaylab
 from replaylab.algos import SYSTEMS, system
+from replaylab.evaluate import load_agent
 from replaylab.run import RunFolder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -68,6 +69,25 @@ def test_a_finished_run_goes_on(name, log, tmp_path):
 def test_mbarc_dreams_on_the_gpu(tmp_path):
     run = replaylab.train("mbarc", env="atari/freeway", preset="debug", device="cuda", out=tmp_path / "r")
     assert RunFolder(run).info()["status"] == "finished" and RunFolder(run).lines("eval.jsonl")
+
+
+@pytest.mark.timeout(600)
+def test_mbarc_draws_what_its_policy_says(tmp_path):
+    """After a run, whose graphs drew random numbers too: the logits of each row are those of the CPU, and what is drawn
+    follows them. (Evaluations of two whole runs scored lower on the GPU than the same policies on a CPU.)"""
+    run = RunFolder(replaylab.train("mbarc", env="atari/freeway", preset="debug", device="cuda", out=tmp_path / "r"))
+    agents = [load_agent(run, torch.device(device))[0] for device in ("cpu", "cuda")]
+    seen = torch.randint(0, 128, (1, 50, 4, 105, 80), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    logits = []
+    for agent in agents:
+        with torch.no_grad():
+            agent.policy.heads.policy.weight *= 100  # opinions: at first it has none
+            logits.append(agent.policy(agent._shrunk(seen[0].to(agent.device)))[:, :-1].cpu())
+    torch.testing.assert_close(logits[1], logits[0], rtol=0.05, atol=0.1)
+    with torch.no_grad():
+        drawn = torch.stack([agents[1].act(seen.cuda())[0][0] for _ in range(2000)]).cpu()  # (draws, rows)
+    shares = torch.nn.functional.one_hot(drawn, logits[0].shape[1]).float().mean(0)
+    torch.testing.assert_close(shares, logits[0].softmax(-1), rtol=0, atol=0.08)
 
 
 def test_score_and_guidance_side_by_side():
