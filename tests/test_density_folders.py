@@ -106,7 +106,7 @@ def test_bad_input_is_one_clear_line(tmp_path):
         density.fit(walk(600), "realnvp", steps=0)
     with pytest.raises(UsageError, match="above 0"):
         density.fit(walk(600), "realnvp", lr=float("nan"))
-    with pytest.raises(UsageError, match="bandwidth above 0"):
+    with pytest.raises(UsageError, match="bandwidth must be a number above 0"):
         density.fit(walk(600), "kde", bandwidth=-1.0, device="cpu")
     with pytest.raises(UsageError, match="at least 1"):
         density.fit(walk(600), "vae", latent=0, device="cpu")
@@ -123,8 +123,13 @@ def test_bad_input_is_one_clear_line(tmp_path):
     )
     with pytest.raises(DataError, match="never change"):
         density.fit(still, "kde", device="cpu")
-    with pytest.raises(UsageError, match="couplings must be at least 1"):
-        make("realnvp", 4, couplings=0)
+    counts = [("realnvp", "couplings", 0), ("vae", "samples", True), ("vae", "latent", 2.5), ("diffusion", "width", 0)]
+    for kind, name, value in [*counts, ("kde", "centres", "9"), ("neuralode", "ode_steps", -1)]:
+        with pytest.raises(UsageError, match=f"{name} must be a whole number, at least 1, not"):
+            make(kind, 4, **{name: value})
+    for hidden in ([16, 0], "x", 16):
+        with pytest.raises(UsageError, match="hidden must be a list of whole numbers"):
+            make("realnvp", 4, hidden=hidden)
     with pytest.raises(UsageError, match="inputs must be"):
         density.fit(walk(600), "kde", inputs="ss", device="cpu")
     with pytest.raises(UsageError, match="not a density folder"):
@@ -174,6 +179,10 @@ def test_command_line(tmp_path, capsys):
     options += ["--distances", "3"]
     assert main(["density", "fit", "--data", data, "--kind", "realnvp", "--out", folder, *options]) == 0
     assert "AUROC" in capsys.readouterr().out
+    for taken in ("kind", "seed"):
+        words = ["--kind", "realnvp", "--out", folder + taken, "--set", f"{taken}=3"]
+        assert main(["density", "fit", "--data", data, *words]) == 2
+        assert f"--set names settings of the kind, and {taken} is none" in capsys.readouterr().err
     assert main(["density", "score", folder, "--data", data, "--json", "--device", "cpu"]) == 0
     assert {"threshold", "flagged", "auroc"} <= set(json.loads(capsys.readouterr().out))
     page = tmp_path / "page.html"

@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +198,12 @@ def _density_fit(args: argparse.Namespace) -> None:
     from replaylab.density import fit
 
     own = ("inputs", "steps", "batch_size", "lr", "percentile", "distances", "seed", "device")
-    given = {k: v for k, v in vars(args).items() if k in own} | assignments(getattr(args, "set", []))
-    options = read_options(args)
-    model = fit(args.data, args.kind, args.out, overwrite=hasattr(args, "overwrite"), data_options=options, **given)
+    given = {k: v for k, v in vars(args).items() if k in own}
+    settings = assignments(getattr(args, "set", []))
+    if taken := settings.keys() & signature(fit).parameters.keys():
+        raise UsageError(f"--set names settings of the kind, and {min(taken)} is none")
+    given |= {"overwrite": hasattr(args, "overwrite"), "data_options": read_options(args)}
+    model = fit(args.data, args.kind, args.out, **given, **settings)
     for test in model.report["tests"]:
         print("shifted by {distance:g}: AUROC {auroc:.3f}, found {tpr:.1%}, left alone {tnr:.1%}".format(**test))
     print(f"wrote {args.out}: {args.kind}, threshold {model.report['threshold']:.2f}; see {args.out}/report.html")

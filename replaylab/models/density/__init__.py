@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -30,10 +31,28 @@ def make(kind: str, dim: int, seed: int = 0, **settings: Any) -> Density:
     """A model of `dim` columns; `settings` are its constructor's. The same seed makes the same weights."""
     if kind not in KINDS:
         raise UsageError(f"unknown density '{kind}'{nearest(kind, KINDS)}")
-    known = [name for name in inspect.signature(KINDS[kind]).parameters if name != "dim"]
-    for name in settings:
+    known = {name: p.default for name, p in inspect.signature(KINDS[kind]).parameters.items() if name != "dim"}
+    for name, value in settings.items():
         if name not in known:
             raise UsageError(f"{kind}: unknown setting '{name}'{nearest(name, known)}")
+        _check(name, value, known[name])
     with torch.random.fork_rng(devices=[]):  # nobody else's random numbers move
         torch.default_generator.manual_seed(seed)  # the CPU's alone
         return KINDS[kind](dim, **settings)
+
+
+def _check(name: str, value: Any, default: Any) -> None:
+    """A setting is a count, a list of counts, or, where there is no default, a width that is found when not given."""
+    if default is None:
+        fits, wanted = value is None or (type(value) in (int, float) and 0 < value < math.inf), "a number above 0"
+    elif isinstance(default, tuple):
+        fits = isinstance(value, (list, tuple)) and all(map(_count, value))
+        wanted = "a list of whole numbers, at least 1 each"
+    else:
+        fits, wanted = _count(value), "a whole number, at least 1"
+    if not fits:
+        raise UsageError(f"{name} must be {wanted}, not {value!r}")
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 1

@@ -13,7 +13,6 @@ import math
 import torch
 from torch import Tensor
 
-from replaylab.errors import UsageError
 from replaylab.models.density.base import Density
 
 BLOCK = 2**24  # distances held at a time
@@ -27,8 +26,6 @@ class KDE(Density):
 
     def __init__(self, dim: int, centres: int = 50_000, bandwidth: float | None = None):
         super().__init__(dim)
-        if centres < 1 or (bandwidth is not None and not 0 < bandwidth < math.inf):
-            raise UsageError(f"centres must be at least 1 and bandwidth above 0, not {centres} and {bandwidth}")
         self.centres, self.fixed = centres, bandwidth
         self.register_buffer("points", torch.zeros(0, dim))
         self.register_buffer("bandwidth", torch.tensor(bandwidth or torch.nan))

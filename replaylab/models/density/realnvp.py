@@ -29,8 +29,6 @@ class RealNVP(Density):
         super().__init__(dim)
         if dim < 2:
             raise UsageError("realnvp needs two columns at least: one coupling keeps some and moves the others")
-        if couplings < 1:
-            raise UsageError(f"couplings must be at least 1, not {couplings}")
         self.couplings, wide = couplings, (dim + 1) // 2  # even columns; the odd ones may be one fewer
         self.nets = MLP([torch.default_generator] * couplings, wide, hidden, 2 * wide)
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from replaylab.errors import UsageError
 from replaylab.models.density.base import Density, log_normal, network
 
 LOG_STD = (-5.0, 2.0)  # of the decoder, on standardised columns
@@ -28,8 +27,6 @@ class VAE(Density):
 
     def __init__(self, dim: int, latent: int = 16, hidden: Sequence[int] = (256, 256), samples: int = 16):
         super().__init__(dim)
-        if min(latent, samples, *hidden) < 1:
-            raise UsageError("latent, samples and the hidden widths must be at least 1")
         self.latent = latent
         self.encoder = network([dim, *hidden, 2 * latent])
         self.decoder = network([latent, *hidden[::-1], 2 * dim])
