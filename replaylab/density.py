@@ -71,7 +71,8 @@ def columns(episodes: Episodes, inputs: str) -> tuple[np.ndarray, np.ndarray]:
     known[episodes.last_rows] = episodes.final_known | (inputs == "sa")
     rows = np.flatnonzero(known)
     if not len(rows):
-        raise DataError("the log tells no next observation, so there is nothing to see; the inputs `sa` need none")
+        what = f"no next observation of {len(episodes):,} rows, which are all or those held out"
+        raise DataError(f"the log tells {what}, so there is nothing to see; the inputs `sa` need none")
     parts = [] if inputs == "nsa" else [episodes.observations[rows]]
     if inputs == "nsa":
         parts.append(episodes.next_observations(rows))

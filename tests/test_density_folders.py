@@ -111,7 +111,7 @@ def test_bad_input_is_one_clear_line(tmp_path):
     with pytest.raises(UsageError, match="at least 1"):
         density.fit(walk(600), "vae", latent=0, device="cpu")
     alone = from_rows(np.zeros((20, 2)), np.zeros((20, 1)), np.zeros(20), np.ones(20, bool))
-    with pytest.raises(DataError, match="tells no next observation"):
+    with pytest.raises(DataError, match="tells no next observation of 16 rows, which are all or those held out"):
         density.fit(alone, "kde", device="cpu")
     with pytest.raises(UsageError, match="10 episodes"):
         density.fit(make_episodes(), "kde", device="cpu")

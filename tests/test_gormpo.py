@@ -352,6 +352,10 @@ def test_a_density_is_judged_at_the_threshold_that_is_used(tmp_path):
         assert found["percentile"] == percentile
         rates[percentile] = found["tests"][0]["tnr"]
     assert rates[1.0] - rates[50.0] > 0.2  # half of the data lies below its median
+    few = make_log().select(range(9))  # too few to hold some out, which only another threshold asks for
+    make_agent(few, density_model=str(tmp_path / "d"))
+    with pytest.raises(UsageError, match="10 episodes to hold some out"):
+        make_agent(few, density_model=str(tmp_path / "d"), percentile=50.0)
 
 
 def test_the_ensembles_of_another_run(tmp_path, capsys):

@@ -29,7 +29,8 @@ class DensityFit:
             self.model = library.load(config.density_model, str(device))
             self.report, self.fitted = self.model.report, True
             self._check(episodes)
-            self.test = episodes.select(library.split(episodes, self.report.get("seed", 0))[2])
+            if config.percentile != self.report["percentile"]:  # else `density fit` has tested it
+                self.test = episodes.select(library.split(episodes, self.report.get("seed", 0))[2])
             self.model.threshold(config.percentile)
             return
         parts = [episodes.select(ids) for ids in library.split(episodes)]
