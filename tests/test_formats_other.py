@@ -220,6 +220,9 @@ def test_parquet(tmp_path):
     pyarrow.parquet.write_table(pa.table(data), tmp_path / "x.parquet")
     with pytest.raises(DataError, match="column 'x2', row 2 is empty"):
         load(tmp_path / "x.parquet", columns=TOLD)
+    pyarrow.parquet.write_table(pa.table(data)[:0], tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="the table has no rows"):
+        load(tmp_path / "x.parquet", columns=TOLD)
 
 
 def test_parquet_with_lists(tmp_path):
@@ -243,11 +246,19 @@ def test_the_notes_of_joined_files_name_their_file(tmp_path):
 
 
 def test_what_is_no_path_is_refused():
-    for data in (np.zeros((3, 2)), 3, [np.zeros(2)]):
+    for data in (np.zeros((3, 2)), 3, [np.zeros(2)], columns()):
         with pytest.raises(UsageError, match=r"a path or a list of paths, not .*from_rows"):
             load(data)
     with pytest.raises(DataError, match="no files"):
         load([])
+    with pytest.raises(UsageError, match="load takes no 'max_episode_step'; did you mean 'max_episode_steps'"):
+        load("sample", max_episode_step=3)
+
+
+def test_a_link_to_nowhere_is_told(tmp_path):
+    (tmp_path / "log.npz").symlink_to("gone.npz")
+    with pytest.raises(DataError, match=r"log.npz: it is a link to gone.npz, which is not there"):
+        load(tmp_path / "log.npz")
 
 
 def test_columns_that_are_there_but_not_read_are_named(tmp_path):

@@ -72,10 +72,10 @@ def data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(args: argparse.Namespace) -> dict[str, Any]:
-    from replaylab.data.read import PART
+    from replaylab.data.read import OPTIONS, PART
 
-    found = {k: getattr(args, k) for k in ("format", "max_episode_steps", "split", *PART) if hasattr(args, k)}
-    if hasattr(args, "columns"):
+    found = {k: getattr(args, k) for k in (*OPTIONS, *PART) if hasattr(args, k)}
+    if "columns" in found:
         from replaylab.data.formats.table import parse_columns
 
         found["columns"] = parse_columns(args.columns)

@@ -20,6 +20,7 @@ from replaylab.errors import DataError, MissingExtra, ReplaylabError, UsageError
 __all__ = ["FORMATS", "SAMPLES", "load", "parse_columns"]
 
 
+OPTIONS = ("format", "columns", "max_episode_steps", "split")
 PART = ("checkpoints", "max_steps", "episodes_per_checkpoint")
 
 
@@ -59,7 +60,7 @@ def load(
     paths = as_paths(path_or_paths)
     for key in part:
         if key not in PART:
-            raise UsageError(f"load takes no '{key}'{nearest(key, PART)}")
+            raise UsageError(f"load takes no '{key}'{nearest(key, (*OPTIONS, *PART))}")
     parts = [_load_one(path, format, options, part) for path in paths]
     if len(parts) > 1:  # whose note is it?
         for i, (path, log) in enumerate(zip(paths, parts, strict=True)):
@@ -70,7 +71,7 @@ def load(
 
 def as_paths(data: Any) -> list[str | Path]:
     """The one path or the several that name logs; what is no path is refused."""
-    paths = list(data) if isinstance(data, Iterable) and not isinstance(data, str) else [data]
+    paths = list(data) if isinstance(data, Iterable) and not isinstance(data, (str, Mapping)) else [data]
     if not paths:
         raise DataError("no files given")
     if not all(isinstance(path, str | Path) for path in paths):
@@ -108,6 +109,8 @@ def _load_one(given: str | Path, format: str | None, options: Options, part: Map
 def detect(path: Path) -> str:
     """The name of the format, by content where it tells, else by suffix."""
     if not path.exists():
+        if path.is_symlink():
+            raise DataError(f"it is a link to {path.readlink()}, which is not there")
         raise DataError(f"no such file or folder{_near(path)}")
     for name, module in FORMATS.items():
         if module.sniff(path):

@@ -59,7 +59,13 @@ def _parquet(path: Path, options: Options) -> tuple[list[str], dict[str, np.ndar
         check_size("the table", file.metadata.num_rows * len(used) * 8, path.stat().st_size)
         table = file.read(columns=used, use_threads=False)
         table.validate(full=True)
-    return names, {name: _arrow(name, table.column(name), roles) for name in used}, roles
+    return names, _columns(table, used, roles), roles
+
+
+def _columns(table: Any, used: list[str], roles: dict[str, list[str]]) -> dict[str, np.ndarray]:
+    if not table.num_rows:
+        raise DataError("the table has no rows")
+    return {name: _arrow(name, table.column(name), roles) for name in used}
 
 
 def _arrow(name: str, column: Any, roles: dict[str, list[str]]) -> np.ndarray:
@@ -108,9 +114,7 @@ def _csv_arrow(
         parse_options=arrow.ParseOptions(delimiter=delimiter),
         convert_options=arrow.ConvertOptions(include_columns=used, null_values=[""], strings_can_be_null=True),
     )
-    if not table.num_rows:
-        raise DataError("the table has no rows")
-    return {name: _arrow(name, table.column(name), roles) for name in used}
+    return _columns(table, used, roles)
 
 
 def _csv_plain(
