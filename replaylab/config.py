@@ -16,6 +16,7 @@ import types
 import typing
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def check(cls: type, key: str, value: Any) -> Any:
         return item
 
     def typed(item: Any) -> Any:
-        number = isinstance(item, (int, float)) and not isinstance(item, bool)
+        number = isinstance(item, Real) and not isinstance(item, bool)  # NumPy's too
         if kind is float and number:
             return float(item)
         if kind is int and number and float(item).is_integer():
@@ -113,7 +114,7 @@ def check(cls: type, key: str, value: Any) -> Any:
 
     if not is_list:
         return one(value)
-    if not isinstance(value, (list, tuple)):
+    if not isinstance(value, (list, tuple, range)):
         raise UsageError(f"{key} must be a list of {kind.__name__}, not {value!r}")
     return [one(item) for item in value]
 

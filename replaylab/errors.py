@@ -32,6 +32,8 @@ class MissingExtra(ReplaylabError):
 def nearest(name: str, known: Iterable[str], always: bool = False) -> str:
     """'; did you mean X?' where something is close, otherwise (or always) the list of what is known."""
     known = sorted(known)
+    if not known:
+        return ""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     return hint + ("" if close and not always else f"{'' if close else ';'} known: {', '.join(known)}")

@@ -51,9 +51,11 @@ def train(
     named, theirs, how = (given.pop(key, None) for key in ("data", "preset", "data_options"))
     if named is not None and not all(isinstance(p, str) for p in (named if isinstance(named, list) else [named])):
         raise UsageError(f"{config}: data must be a path, or a list of paths, not {named!r}")
+    if not isinstance(how or {}, dict):
+        raise UsageError(f"{config}: data_options must be names with values, not {how!r}")
     data, data_options = (named or None, data_options or how) if data is None else (data, data_options)
     preset = theirs if preset is None else preset
-    if preset is not None and preset not in module.PRESETS:
+    if preset is not None and (not isinstance(preset, str) or preset not in module.PRESETS):
         raise UsageError(f"{system_name}: unknown preset '{preset}'{nearest(str(preset), module.PRESETS)}")
     layers = [
         (f"preset {preset}", module.PRESETS[preset] if preset else {}),

@@ -149,6 +149,10 @@ def test_yaml_under_the_command_line(log, tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("learning: 1\n")
     code, _, err = run(capsys, *words, "--overwrite")
     assert code == 2 and "unknown key 'learning'" in err
+    for text, told in (("preset: [debug]", "unknown preset"), ("data_options: 3", "data_options must be names")):
+        (tmp_path / "c.yaml").write_text(f"data: {log}\n{text}\n")
+        code, _, err = run(capsys, "train", "bc", *words[4:6], "--out", str(tmp_path / "t"))
+        assert code == 2 and told in err
 
 
 def test_a_run_s_own_settings_train_it_again(log, tmp_path, capsys):

@@ -5,12 +5,13 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from replaylab.algos import SYSTEMS, system
 from replaylab.config import COUNT, RATE, SHARE, Settings, Within, add_arguments, knob, read_yaml, resolve, write_yaml
-from replaylab.errors import UsageError
+from replaylab.errors import UsageError, nearest
 from replaylab.trainer import Options
 
 
@@ -39,6 +40,7 @@ def test_later_layers_win():
 def test_an_unknown_key_names_the_nearest():
     with pytest.raises(UsageError, match="unknown key 'rat'; did you mean 'rate'"):
         one(rat=1)
+    assert nearest("x", []) == ""  # and where nothing is known, nothing is listed
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,12 @@ def test_an_unknown_key_names_the_nearest():
 def test_values_must_fit(layer):
     with pytest.raises(UsageError, match=next(iter(layer))):
         one(**layer)
+
+
+def test_numbers_of_numpy_and_ranges_are_numbers_and_lists():
+    found = one(rate=np.float32(0.5), limit=np.int64(3), sizes=range(1, 3))
+    assert (found.rate, found.limit, found.sizes) == (0.5, 3, [1, 2])
+    assert [type(x) for x in (found.rate, found.limit)] == [float, int]
 
 
 def test_command_line_gives_only_what_was_asked():
