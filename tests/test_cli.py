@@ -206,9 +206,26 @@ def test_assess_and_play_by_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("replaylab.offpolicy.QUICK", Budget(2000, 30, (16, 16), 50))
     code, out, _ = run(capsys, "assess", str(path), "--data", str(data), "--quick", "--device", "cpu")
     assert code == 0 and "data: discounted return" in out and (path / "offpolicy.json").exists()
+    code, out, _ = run(capsys, "assess", str(path), "--data", str(data), "--quick", "--device", "cpu", "--json")
+    assert code == 0 and json.loads(out) == json.loads((path / "offpolicy.json").read_text())
+    code, _, err = run(capsys, "assess", str(path), "--max-episode-steps", "5")
+    assert code == 2 and "read as it was for training: name a log with --data" in err
     asked = []
     monkeypatch.setattr("replaylab.play.play", lambda *given: asked.append(given))
     assert run(capsys, "play", str(path), "--port", "8123")[0] == 0 and asked == [(str(path), 8123, "auto")]
+
+
+def test_a_log_to_assess_by_is_read_as_the_runs_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("replaylab.offpolicy.QUICK", Budget(2000, 30, (16, 16), 50))
+    rows = [f"{i // 10},{i % 7},{i % 3 - 0.5},{i % 2}" for i in range(60)]
+    log, folder = tmp_path / "my log.csv", str(tmp_path / "a run")
+    log.write_text("\n".join(["trip,x,a,gain", *rows]))
+    told = ["--columns", "observations=x", "actions=a", "rewards=gain", "episode=trip"]
+    code, out, err = run(capsys, "train", "bc", "--data", str(log), *told, "--preset", "debug", "--out", folder)
+    assert code == 0 and f"replaylab assess '{folder}'\n" in out, err  # to be pasted
+    assert run(capsys, "assess", folder, "--quick", "--data", str(log))[0] == 0
+    code, _, err = run(capsys, "assess", folder, "--quick", "--data", str(log), "--columns", "observations=y")
+    assert code == 1 and "y" in err
 
 
 def test_a_bench_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from inspect import signature
@@ -44,6 +45,7 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
     verb.add_argument("--data", nargs="+", metavar="X", help="logs to judge by, at best unseen; default: its own")
     verb.add_argument("--quick", action="store_true", help="a smaller estimate, under a minute on a CPU")
     verb.add_argument("--gamma", type=float, help="discount of the estimate; default: the run's own, else 0.99")
+    verb.add_argument("--json", action="store_true", help="print as JSON")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     data_options(verb)
 
@@ -174,7 +176,7 @@ def _train(args: argparse.Namespace) -> None:
     device, env, data = (RunFolder(path).config()[key] for key in ("device", "env", "data"))
     unseen = env is None and bool(set(data) - set(TOYS))
     if unseen and getattr(args, "preset", None) == "debug":
-        print(f"not assessed, as a debug run: replaylab assess {path}")
+        print(f"not assessed, as a debug run: replaylab assess {shlex.quote(str(path))}")
     elif unseen:
         from replaylab.offpolicy import assess, summary
 
@@ -187,11 +189,14 @@ def _assess(args: argparse.Namespace) -> None:
     from replaylab.offpolicy import assess, summary
     from replaylab.report import report
 
-    data = load(args.data, **read_options(args)) if hasattr(args, "data") else None
-    gamma = getattr(args, "gamma", None)
+    data, options, gamma = getattr(args, "data", None), read_options(args), getattr(args, "gamma", None)
+    if options and data is None:
+        raise UsageError("the run's own data is read as it was for training: name a log with --data, or leave out how")
+    if data is not None and options:  # else it is read as the run's own
+        data = load(data, **options)
     found = assess(args.folder, data, quick=hasattr(args, "quick"), gamma=gamma, device=args.device)
-    print("\n".join(summary(found)))
-    print(f"report: {report([args.folder], f'{args.folder}/report.html')}")
+    page = report([args.folder], f"{args.folder}/report.html")
+    print(json.dumps(found) if hasattr(args, "json") else "\n".join([*summary(found), f"report: {page}"]))
 
 
 def _density_fit(args: argparse.Namespace) -> None:
