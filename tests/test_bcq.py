@@ -275,7 +275,7 @@ def test_a_latent_that_says_nothing_is_noted():
     assert agent.notes == []
     Stepper(phase, CPU).run(0, 300)
     phase.finish()
-    assert "kl-weight" in agent.notes[0]
+    assert "in one state actions hardly vary; try --kl-weight" in agent.notes[0]
 
 
 def test_what_does_not_fit_is_said():

@@ -207,7 +207,8 @@ class Agent(nn.Module):
         if self.kl.max() < COLLAPSED:
             self.notes.append(
                 "bcq: the VAE's latent says nothing (KL near 0), so all candidates of a state are alike and the policy "
-                "is a clone moved by phi: actions vary little within their box; try --kl-weight 0.01 or smaller"
+                "is a clone moved by phi: too few updates, or in one state actions hardly vary; try --kl-weight 0.01 or "
+                "smaller"
             )
 
     # --- acting
