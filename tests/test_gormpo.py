@@ -389,9 +389,10 @@ def test_the_ensembles_of_another_run(tmp_path, capsys):
 
 
 def test_frames_and_discrete_actions_are_refused():
-    for spaces in (Spaces([84, 84], "uint8", 3, True), Spaces([2], "float32", 3, True)):
-        with pytest.raises(UsageError, match="vector observations and continuous actions"):
-            gormpo.Agent(gormpo.Config(), spaces, [0], CPU)
+    numbers = r"continuous actions, and the data's are whole numbers: amounts must be stored as real numbers"
+    for shape, told in (([84, 84], "vectors, not"), ([2], numbers)):
+        with pytest.raises(UsageError, match=told):
+            gormpo.Agent(gormpo.Config(), Spaces(shape, "float32", 3, True), [0], CPU)
 
 
 # --- from the command line

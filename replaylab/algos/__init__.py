@@ -78,6 +78,14 @@ class Spaces:
         stack = int(episodes.meta.get("frame_stack") or 1) if len(shape) == 2 and dtype == "uint8" else 1
         return Spaces(shape, dtype, episodes.action_dim, episodes.discrete, low, high, stack)
 
+    def require_vectors(self, name: str) -> None:
+        """For a system that learns from vectors and continuous actions alone."""
+        if len(self.observation_shape) != 1:
+            raise UsageError(f"{name} needs vectors, not observations of shape {tuple(self.observation_shape)}")
+        if self.discrete:
+            advice = "amounts must be stored as real numbers, choices are learnt by bc and dt"
+            raise UsageError(f"{name} needs continuous actions, and the data's are whole numbers: {advice}")
+
     @property
     def seen(self) -> list[int]:
         """Shape of what an environment shows."""

@@ -27,7 +27,6 @@ from replaylab.algos import Normalizer, Phase, Spaces
 from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Transitions
-from replaylab.errors import UsageError
 from replaylab.models import draws
 from replaylab.models.adam import adam, clip_gradients
 from replaylab.models.mlp import MLP, generators
@@ -95,10 +94,7 @@ class Agent(nn.Module):
 
     def __init__(self, config: Config, spaces: Spaces, seeds: Sequence[int], device: torch.device):
         super().__init__()
-        if spaces.discrete:
-            raise UsageError("bcq takes continuous actions; the data's are discrete")
-        if len(spaces.observation_shape) != 1:
-            raise UsageError(f"bcq takes vectors, not observations of shape {tuple(spaces.observation_shape)}")
+        spaces.require_vectors("bcq")
         self.config, self.seeds, self.device = config, list(seeds), device
         self.notes: list[str] = []
         sees, acts = spaces.observation_shape[0], spaces.action_dim
@@ -207,8 +203,7 @@ class Agent(nn.Module):
         if self.kl.max() < COLLAPSED:
             self.notes.append(
                 "bcq: the VAE's latent says nothing (KL near 0), so all candidates of a state are alike and the policy "
-                "is a clone moved by phi: too few updates, or in one state actions hardly vary; try --kl-weight 0.01 or "
-                "smaller"
+                "is a clone moved by phi: too few updates, or in one state actions hardly vary; try --kl-weight 0.01"
             )
 
     # --- acting

@@ -99,8 +99,7 @@ class Agent(nn.Module):
 
     def __init__(self, config: Config, spaces: Spaces, seeds: Sequence[int], device: torch.device):
         super().__init__()
-        if len(spaces.observation_shape) != 1 or spaces.discrete:
-            raise UsageError("diffusion-dice takes vectors as observations and continuous actions")
+        spaces.require_vectors("diffusion-dice")
         self.config, self.seeds, self.device = config, list(seeds), device
         self.notes: list[str] = []
         self.sizes = spaces.observation_shape[0], spaces.action_dim

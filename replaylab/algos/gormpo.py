@@ -370,8 +370,7 @@ class Agent(nn.Module):
 
 
 def _check(config: Config, spaces: Spaces) -> None:
-    if len(spaces.observation_shape) != 1 or spaces.discrete:
-        raise UsageError("gormpo and mopo need vector observations and continuous actions")
+    spaces.require_vectors("the ensemble of gormpo and mopo")
     wanted = config.penalty != "none" and config.penalty_coef != 0
     if wanted and config.density == "none" and config.density_model is None:
         raise UsageError(
