@@ -36,7 +36,7 @@ class Options(Settings):
     """Training run."""
 
     env: str | None = knob(None, "environment to evaluate in; default: the one the data names")
-    seeds: list[int] = knob([0], "trained side by side in one process", FROM_0)
+    seeds: list[int] = knob([0], "trained side by side in one process", Within(0, 1e12))
     device: str = knob("auto", "auto, cpu or cuda")
     compile: str = knob(
         "auto", "auto: one captured graph per step on CUDA; on: torch.compile too", ("auto", "on", "off")

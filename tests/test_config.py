@@ -105,6 +105,12 @@ def test_presets_are_valid(name):
         resolve([Options, module.Config], [(preset, layer)])
 
 
+def test_seeds_whose_derived_numbers_fit_into_64_bits():
+    assert Options(seeds=[10**12]).seeds == [10**12]
+    with pytest.raises(UsageError, match=r"seeds must be from 0 to 1e\+12, not 4611686018427387904"):
+        Options(seeds=[2**62])
+
+
 @dataclass
 class Limited(Settings):
     """Limited."""

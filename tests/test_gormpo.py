@@ -317,6 +317,11 @@ def test_bad_settings(settings, complaint):
         make_agent(make_log(), **settings)
 
 
+def test_no_penalty_and_no_density_is_mbpo():
+    agent, phases = make_agent(make_log(), density="none", penalty="none")
+    assert [p.name for p in phases] == ["dynamics", "policy"] and "no penalty: MBPO" in " ".join(agent.notes)
+
+
 def test_a_density_of_other_columns_is_one_line(tmp_path):
     density.fit(make_log(), "kde", tmp_path / "d", device="cpu", centres=50)
     agent, phases = make_agent(make_log(), density_model=str(tmp_path / "d"))

@@ -376,7 +376,7 @@ def _check(config: Config, spaces: Spaces) -> None:
         raise UsageError(
             f"penalty {config.penalty} needs a density: pass --density or --density-model, or --penalty none"
         )
-    chosen = config.density != type(config)().density
+    chosen = config.density not in ("none", type(config)().density)
     if config.penalty == "none" and (config.density_model is not None or chosen):
         what = "--density" if config.density_model is None else "--density-model"
         raise UsageError(f"a density without a penalty does nothing: pass --penalty tanh, or leave out {what}")
