@@ -438,6 +438,7 @@ def test_from_runs_to_the_evidence_by_the_command_line(sweep, tmp_path, capsys):
     assert main(["report", str(folder), "--out", str(tmp_path / "RESULTS.md")]) == 0
     assert (tmp_path / "RESULTS.md").read_text() == results_markdown(folder, tmp_path / "RESULTS.md")
     assert capsys.readouterr().out.count("wrote") == 2
+    assert main(["report", str(folder), "--json"]) == 2 and "are JSON already" in capsys.readouterr().err
 
 
 def test_the_committed_results_are_made_from_the_committed_files(monkeypatch):

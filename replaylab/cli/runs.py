@@ -310,6 +310,8 @@ def _report(args: argparse.Namespace) -> None:
         for path in compare.export(args.runs, args.export):
             print(f"wrote {path}")
     elif hasattr(args, "json"):
+        if alone and compare.holds_results(first):
+            raise UsageError(f"the files in {first} are JSON already: leave out --json")
         print(json.dumps(summarize_runs(args.runs)))
     elif alone and compare.holds_results(first):
         print(f"wrote {compare.write_results(first, out)}")
