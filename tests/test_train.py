@@ -152,7 +152,7 @@ def test_resume_refuses_fewer_steps_and_other_data(log, tmp_path):
     ("given", "told"),
     [
         ({"steps": -5}, "steps must be at least 1"),
-        ({"seeds": [-1]}, "seeds must be at least 0"),
+        ({"seeds": [-1]}, "seeds must be from 0 to 1e"),
         ({"hidden": [0]}, "hidden must be at least 1"),
         ({"lr": -1.0}, "lr must be above 0"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
