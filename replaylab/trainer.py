@@ -93,6 +93,9 @@ class Trainer:
         self._restore()
         self.trackers.open(folder.path, values)
         write_yaml(folder.path / "config.yaml", values)
+        about = None if isinstance(source, str) else summarize(source)
+        for warning in about["warnings"] if about and not resume else ():
+            print(f"note: the data: {warning}", file=sys.stderr)
         folder.write_info(
             command=command_line(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -103,7 +106,7 @@ class Trainer:
             spaces=asdict(spaces),
             parameters=sum(p.numel() for p in self.agent.parameters()),
             planned=self.total,
-            data=None if isinstance(source, str) else summarize(source),
+            data=about,
         )
 
     def __enter__(self) -> Trainer:
