@@ -1,9 +1,13 @@
-"""Decision Transformer: predict the logged action from the history and the return that was still to come.
+"""Decision Transformer (Chen et al., 2021): predict each logged action from the history and the return-to-go.
 
-A transformer reads the last K steps as return-to-go, state, action tokens and answers each state with an action.
-Trained on all episodes, good and bad, it acts by being asked for a high return; each reward received is taken off
-what is asked. `condition none` leaves the returns out: cloning with a memory. One system for vectors and for Atari
-frames, which are stacked on the device; presets `gym` (the defaults), `atari` and `pong` carry the paper's numbers.
+    return-to-go   R_t = r_t + r_t+1 + ... + r_T
+    prediction     a^_t = f(R_t-K+1, s_t-K+1, a_t-K+1, ..., R_t, s_t),   a causal transformer over the last K steps
+    loss           |a_t - a^_t|^2 for continuous actions, cross-entropy for discrete ones
+    acting         R_1 = the target return, then R_t+1 = R_t - r_t
+
+It is trained on all episodes, good and bad; a high target makes it act as in the good ones. `condition none` drops the
+return tokens, which leaves behaviour cloning with a memory. The same code serves vectors and Atari frames. The presets
+`gym` (the defaults), `atari` and `pong` carry the paper's numbers. The network itself is in models/gpt.py.
 """
 
 from __future__ import annotations
@@ -33,48 +37,48 @@ from replaylab.step import Graph
 class Config(Settings):
     """Decision Transformer."""
 
-    steps: int = knob(100_000, "updates", COUNT)
-    batch_size: int = knob(64, "windows a batch", COUNT)
-    context: int = knob(20, "steps in a window, K", COUNT)
-    condition: str = knob("return", "return: ask for a return; none: clone with a memory", ("return", "none"))
-    mode: str = knob("normal", "delayed: the whole return is paid at the end of an episode", ("normal", "delayed"))
-    rtg_scale: float | None = knob(None, "divides returns; default: the environment's, else the data's largest", RATE)
-    target: float | None = knob(None, "return to ask for; default: the environment's, else the data's best")
+    steps: int = knob(100_000, "training updates", COUNT)
+    batch_size: int = knob(64, "windows per batch", COUNT)
+    context: int = knob(20, "K: time steps in a window, and how many the policy remembers when it acts", COUNT)
+    condition: str = knob("return", "return: condition on returns; none: cloning with a memory", ("return", "none"))
+    mode: str = knob("normal", "delayed: pay the whole return of an episode on its last step", ("normal", "delayed"))
+    rtg_scale: float | None = knob(None, "divides returns; default: the environment's, else the largest return", RATE)
+    target: float | None = knob(None, "return to aim for; default: the environment's, else the best in the data")
     top_fraction: float = knob(
         1.0, "learn only from the best episodes, up to this fraction of the rows", Within(0, 1, above=True)
     )
     cut_episodes: str = knob(
         "keep",
-        "episodes cut before their end, whose returns lack the rest; drop: learn from whole ones only",
+        "episodes that were cut short, so that their returns are too low; drop: learn from complete episodes only",
         ("keep", "drop"),
     )
     starts: float = knob(
-        0.0, "share of windows that begin where an episode does, where only the asked return tells what to do", SHARE
+        0.0, "share of windows that start with an episode, where only the return tells what to do", SHARE
     )
-    normalize: bool = knob(True, "standardise vectors and frames with the data's mean and deviation")
-    width: int = knob(128, "of a token", COUNT)
-    layers: int = knob(3, "transformer blocks", COUNT)
-    heads: int = knob(1, "of attention", COUNT)
-    activation: str = knob("relu", "in the blocks", ACTIVATIONS)
-    dropout: float = knob(0.1, "of embeddings, attention and residuals", SHARE)
-    style: str = knob("norm", "how tokens are embedded: norm as in the Gym half, tanh as in the Atari half", STYLES)
-    max_timestep: int = knob(1000, "rows of the timestep table; later steps share the last one", COUNT)
+    normalize: bool = knob(True, "standardise observations with the mean and deviation of the data")
+    width: int = knob(128, "width of the token embeddings", COUNT)
+    layers: int = knob(3, "number of transformer blocks", COUNT)
+    heads: int = knob(1, "attention heads per block; must divide the width", COUNT)
+    activation: str = knob("relu", "activation function in the transformer blocks", ACTIVATIONS)
+    dropout: float = knob(0.1, "dropout rate on embeddings, attention and residuals", SHARE)
+    style: str = knob("norm", "token embedding: norm as in the paper's Gym code, tanh as in its Atari code", STYLES)
+    max_timestep: int = knob(1000, "size of the timestep embedding table; later steps share its last row", COUNT)
     timestep_std: float = knob(
-        0.02, "deviation of that table's first weights in the norm style; the original's is 1", FROM_0
+        0.02, "deviation of that table's initial weights in the norm style; the original uses 1", FROM_0
     )
-    ahead: float = knob(0.0, "weight of a loss on predicting the next observation and return; 0: no such heads", FROM_0)
+    ahead: float = knob(0.0, "weight of an extra loss: predict the next observation and return-to-go; 0: none", FROM_0)
     lr: float = knob(1e-4, "AdamW's learning rate", RATE)
     betas: list[float] = knob([0.9, 0.999], "AdamW's two decay rates", SHARE)
-    weight_decay: float = knob(1e-4, "decoupled weight decay", FROM_0)
-    decay_on: str = knob("all", "what decays: all, or weights of matrices and convolutions only", ("all", "weights"))
-    clip: float = knob(0.25, "largest norm of a seed's gradient; 0: no limit", FROM_0)
-    warmup_steps: int = knob(10_000, "updates over which the learning rate rises", FROM_0)
-    warmup_tokens: int = knob(0, "the same counted in predicted actions; used when above 0", FROM_0)
-    lr_decay: bool = knob(False, "after the warm-up let it fall along a cosine, to a tenth")
-    final_tokens: int = knob(0, "predicted actions at which the cosine would be 0; 0: 6/5 of the run's", FROM_0)
-    temperature: float = knob(0.0, "of discrete actions drawn at random; 0: the most likely one", FROM_0)
-    top_k: int = knob(0, "draw among the k most likely actions only; 0: all", FROM_0)
-    precision: str = knob("fp32", "of the forward pass in training (fp32 is TF32 on CUDA)", ("fp32", "bf16"))
+    weight_decay: float = knob(1e-4, "decoupled weight decay of AdamW", FROM_0)
+    decay_on: str = knob("all", "decay all parameters, or weights of matrices and convolutions", ("all", "weights"))
+    clip: float = knob(0.25, "clip the gradient of each seed to this norm; 0: no clipping", FROM_0)
+    warmup_steps: int = knob(10_000, "updates over which the learning rate rises linearly", FROM_0)
+    warmup_tokens: int = knob(0, "the same warm-up in predicted actions; 0: use warmup_steps", FROM_0)
+    lr_decay: bool = knob(False, "after the warm-up, let the learning rate fall along a cosine to a tenth")
+    final_tokens: int = knob(0, "predicted actions at which that cosine would reach 0; 0: 6/5 of the run", FROM_0)
+    temperature: float = knob(0.0, "sampling temperature of discrete actions; 0: take the most likely one", FROM_0)
+    top_k: int = knob(0, "sample only among the k most likely discrete actions; 0: among all", FROM_0)
+    precision: str = knob("fp32", "of the forward pass in training (on CUDA, fp32 means TF32)", ("fp32", "bf16"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,20 +103,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-SMALLER = {None: "quick", "gym": "quick", "strong": "quick"}  # on a CPU
+SMALLER = {None: "quick", "gym": "quick", "strong": "quick"}  # suggested on a CPU
 ACTING = ("temperature", "top_k")
-LOOKED_AT = 5000  # frames for their mean
+LOOKED_AT = 5000  # frames whose mean and deviation standardise all frames
 
 
 def usual_preset(episodes: Episodes) -> str | None:
-    """The one to take when none is named."""
+    """The preset for this data when the user names none."""
     if episodes.observations.ndim == 2:
         return None
     return "pong" if (episodes.env_id or "").lower().startswith("atari/pong") else "atari"
 
 
-# family -> divisor of returns, and the return to ask for. Gym: the original; Atari: its paper, in clipped rewards (its
-# code asks for 14,000 and 1,150 of Qbert and Seaquest); the others: CORL.
+# environment family -> (divisor of returns, target return). Gym: from the original code; Atari: from the paper, in
+# clipped rewards (its code has 14,000 for Qbert and 1,150 for Seaquest); the others: from CORL.
 TARGETS: dict[str, tuple[float, float]] = {
     "hopper": (1000, 3600), "halfcheetah": (1000, 12000), "walker2d": (1000, 5000), "reacher2d": (10, 76),
     "breakout": (1, 90), "qbert": (1, 2500), "pong": (1, 20), "seaquest": (1, 1450),
@@ -122,7 +126,7 @@ TARGETS: dict[str, tuple[float, float]] = {
 
 
 def scale_and_target(env_id: str | None, returns: np.ndarray) -> tuple[float, float]:
-    """From the table; what it does not know comes from the data."""
+    """From TARGETS, or from the data for an environment that is not in it."""
     words = [w.removeprefix("adroithand") for w in re.split(r"[/_:,-]", (env_id or "").lower())]
     for word in words:
         if word in TARGETS:
@@ -131,35 +135,36 @@ def scale_and_target(env_id: str | None, returns: np.ndarray) -> tuple[float, fl
 
 
 def whole(episodes: Episodes) -> Episodes:
-    """Without those that were cut before their end; one as long as the longest ran into the time limit: an end."""
+    """Only episodes that were not cut short: they terminated, or are as long as the longest (the time limit)."""
     lengths = episodes.lengths
     kept = episodes.terminated[episodes.last_rows] | (lengths == lengths.max())
     return episodes.select(np.flatnonzero(kept))
 
 
 def delayed(episodes: Episodes) -> Episodes:
-    """Each episode's rewards paid together on its last row."""
+    """The same episodes with each return paid as one reward on the last row."""
     rewards = np.zeros_like(episodes.rewards)
     rewards[episodes.last_rows] = episodes.returns
     return replace(episodes, rewards=rewards)
 
 
 def masked_mean(error: Tensor, mask: Tensor) -> Tensor:  # (seeds, batch, steps) twice -> (seeds,)
-    return (error * mask).sum(2).sum(1) / mask.sum(2).sum(1).clamp(min=1)  # in two steps: one is a single block's work
+    return (error * mask).sum(2).sum(1) / mask.sum(2).sum(1).clamp(min=1)  # one sum would use a single CUDA block
 
 
 class Context:
-    """What each environment of a batch has shown: its last K steps, oldest first, and the return still asked for.
+    """The memory of a batch of environments: their last K steps, oldest first, and the return-to-go.
 
-    An answer is many small kernels, so on CUDA it is captured once and replayed; everything stays where it is.
+    Choosing an action takes many small kernels, so on CUDA they are captured once as a graph and replayed. This is why
+    all buffers are updated in place.
     """
 
-    def __init__(self, agent: Agent, batch: int, targets: Tensor):  # targets: (batch,) in the data's units
+    def __init__(self, agent: Agent, batch: int, targets: Tensor):  # targets: (batch,), not scaled
         self.agent, config, device = agent, agent.config, agent.device
         shape = (len(agent.seeds), batch, config.context)
         action = () if agent.discrete else (agent.shape.actions,)
         kind = torch.int64 if agent.discrete else torch.float32
-        self.states = torch.zeros(*shape, config.width, device=device)  # encoded once, when they are seen
+        self.states = torch.zeros(*shape, config.width, device=device)  # embedded once, when they arrive
         self.actions = torch.zeros((*shape, *action), dtype=kind, device=device)
         self.returns = torch.zeros(shape, device=device)
         self.timesteps = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -173,7 +178,7 @@ class Context:
         self.answer = Graph(self._answer, device)
 
     def _answer(self) -> None:
-        """Take the observations in, and choose: `chosen`."""
+        """Append the newest `observations` to the window and write the actions into `chosen`."""
         newest = self.time.clamp(max=len(self.slots) - 1)
         self._push(newest, self.agent.encode(self.observations))
         self.chosen.copy_(self.agent.choose(self.states, self.actions, self.returns, self.timesteps, newest))
@@ -181,7 +186,7 @@ class Context:
         self.time += 1
 
     def _push(self, newest: Tensor, states: Tensor) -> None:
-        """A new step, whose action is not known yet. Where the window is full the oldest goes."""
+        """Append a step whose action is not known yet; a full window loses its oldest step."""
         full = self.time >= len(self.slots)
         for name in ("states", "returns", "timesteps", "actions"):
             self._shift(name, full)
@@ -197,13 +202,13 @@ class Context:
         slots.copy_(torch.where(_wide(self.slots == place[..., None], slots), value.unsqueeze(2), slots))
 
     def receive(self, rewards: Tensor) -> None:
-        """Rewards of the last step, (seeds, batch): so much less is asked for. Clipped if those of the data were."""
+        """R_t+1 = R_t - r_t for rewards (seeds, batch), clipped if those of the data were."""
         if self.agent.config.mode == "normal":
             rewards = torch.where(self.agent.clipped > 0, rewards.clamp(-1, 1), rewards)
             self.asked -= rewards / self.agent.rtg_scale
 
     def reset(self, which: Tensor) -> None:
-        """A new episode begins in these environments: (seeds, batch) booleans."""
+        """Start a new episode in the environments that `which`, (seeds, batch) booleans, marks."""
         self.time[which] = 0
         self.asked[which] = self.start[which]
 
@@ -246,7 +251,7 @@ class Agent(nn.Module):
             low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
             self.register_buffer("center", (high + low) / 2)
             self.register_buffer("span", (high - low) / 2)
-        # facts of the data that acting needs, kept with the weights
+        # facts about the data that acting needs, so they are saved with the weights
         self.register_buffer("rtg_scale", torch.ones(()))
         self.register_buffer("target", torch.zeros(()))
         self.register_buffer("clipped", torch.zeros(()))  # 1: the data's rewards are clipped to [-1, 1]
@@ -277,7 +282,7 @@ class Agent(nn.Module):
             some = episodes.observations[:: max(1, len(episodes.observations) // LOOKED_AT)]
             eye.look_at(torch.as_tensor(np.array(some)).flatten(0, -3))
         elif config.normalize:
-            self.normalizer.fit(episodes)  # from all episodes, whatever is learnt from
+            self.normalizer.fit(episodes)  # statistics of all episodes, also where top_fraction drops some
         scale, target = scale_and_target(episodes.env_id, episodes.returns)
         self.rtg_scale.fill_(config.rtg_scale or scale)
         self.target.fill_(target if config.target is None else config.target)
@@ -293,9 +298,9 @@ class Agent(nn.Module):
         return [Phase("imitate", config.steps, windows, self.update)]
 
     def rate(self) -> Tensor:
-        """What the learning rate is multiplied with in the update that follows `done` ones."""
+        """The factor on the learning rate in the next update: linear warm-up, then (optionally) a cosine."""
         config = self.config
-        labels = config.batch_size * config.context  # predicted actions an update
+        labels = config.batch_size * config.context  # predicted actions per update
         warm = config.warmup_tokens / labels if config.warmup_tokens else config.warmup_steps
         done = self.done + 1
         rate = (done / max(warm, 1)).clamp(max=1.0)
@@ -305,7 +310,7 @@ class Agent(nn.Module):
             rate = rate * (0.5 * (1 + torch.cos(math.pi * along))).clamp(min=0.1)
         return rate
 
-    def hidden(self, batch: dict[str, Tensor], keep: slice | None = None) -> Tensor:  # as the model's
+    def hidden(self, batch: dict[str, Tensor], keep: slice | None = None) -> Tensor:  # shapes: see models/gpt.py
         states = self.encode(batch["observations"])
         returns = batch["returns_to_go"] / self.rtg_scale
         return self.model(states, batch["actions"], returns, batch["timesteps"], keep)
@@ -335,8 +340,8 @@ class Agent(nn.Module):
         return found
 
     def _ahead(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """Error of the next (normalised) observation and the next return-to-go, told from the action tokens."""
-        flat, mask = hidden.flatten(1, 2), batch["mask"][:, :, 1:]  # where there is a next step
+        """Squared error of the next (normalised) observation and return-to-go, predicted from the action tokens."""
+        flat, mask = hidden.flatten(1, 2), batch["mask"][:, :, 1:]  # only steps that have a successor in the window
         state = self.model.next_state(flat).view(*mask.shape, -1) - self._prepare(batch["observations"])[:, :, 1:]
         togo = self.model.next_return(flat).view(mask.shape) - (batch["returns_to_go"] / self.rtg_scale)[:, :, 1:]
         return masked_mean(state.square().mean(-1) + togo.square(), mask)
@@ -357,11 +362,11 @@ class Agent(nn.Module):
 
     @property
     def targets(self) -> list[float]:
-        """What an evaluation asks for when it is not told."""
+        """The target returns of an evaluation that names none."""
         return [round(float(self.target), 4)] if self.config.condition == "return" else []
 
     def begin(self, batch: int, targets: Sequence[float] = ()) -> Context:
-        """The state before an episode's first step. Several targets share the batch in equal parts, in order."""
+        """The memory before an episode's first step. Several targets split the batch into equal parts, in order."""
         if targets and self.config.condition == "none":
             raise UsageError("this dt was trained with `condition none`: it takes no target")
         asked = torch.tensor(list(targets or self.targets or [0.0]), device=self.device)
@@ -369,7 +374,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, observations: Tensor, state: Context | None = None) -> tuple[Tensor, Context]:
-        """(seeds, environments, ...) -> actions. Tell the state the rewards with `state.receive` in between."""
+        """Actions for (seeds, environments, ...). Pass the rewards to `state.receive` before the next call."""
         context = state or self.begin(observations.shape[1])
         if context.time.shape[1] != observations.shape[1]:
             raise UsageError(f"{observations.shape[1]} observations, but {context.time.shape[1]} before: reset first")
@@ -378,7 +383,7 @@ class Agent(nn.Module):
         return context.chosen.clone(), context
 
     def choose(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor, newest: Tensor) -> Tensor:
-        """The action after the step in slot `newest` (seeds, batch) of each window."""
+        """The action for the state in slot `newest`, (seeds, batch), of each window."""
         hidden = self.model(states, actions, returns, timesteps, self.model.states)
         places = newest[..., None, None].expand(*newest.shape, 1, hidden.shape[-1])
         predicted = self.predict(hidden.gather(2, places)[:, :, 0])
@@ -390,5 +395,5 @@ class Agent(nn.Module):
         if 0 < self.config.top_k < logits.shape[-1]:
             least = logits.topk(self.config.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
-        gumbel = -torch.empty_like(logits).exponential_().log()  # the largest of logit + Gumbel noise is a draw
+        gumbel = -torch.empty_like(logits).exponential_().log()  # argmax(logits + Gumbel noise) is a sample
         return (logits / self.config.temperature + gumbel).argmax(-1)
