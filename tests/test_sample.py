@@ -77,7 +77,7 @@ def test_models_leave_made_up_successors_out_and_say_so(module):
     assert len(dynamics) == 160 and dynamics[:, -1].abs().max() < 1e-3  # no row with a reward
     said = " | ".join(agent.notes)
     assert "dynamics: 40 of 200 rows left out, as the log does not tell what followed them" in said
-    assert "it ends 0 of the 160 logged rows that go on; by 40 rows that end it cannot be judged" in said
+    assert "it ends 0 of the 160 logged rows that go on; 40 rows that end cannot be checked" in said
     assert ("density: 40 of 200 rows left out" in said) == (module is gormpo)
     with pytest.raises(DataError, match="tells no next observation, so there is no step to learn a model from"):
         agent_of(module, without_finals(length=1))

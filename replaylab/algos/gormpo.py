@@ -1,11 +1,12 @@
-"""GORMPO (Tumay et al., 2026) and the MOPO (Yu et al., 2020) underneath: learn a world, stay where the data is.
+"""GORMPO (Tumay et al., 2026), built on MOPO (Yu et al., 2020): plan in a learned model, penalise leaving the data.
 
-    density     log p(s', a) of the logged pairs; tau = the value below which 1 % of held-out rows lie
-    dynamics    an ensemble of Gaussians for (s' - s, r)
-    policy      SAC on 5 % logged and 95 % imagined rows, imagined with reward  r - coefficient * w(tau - log p(s', a))
+    density     log p(s', a) of the logged pairs; tau = the value that 1 % of held-out rows fall below
+    dynamics    an ensemble of Gaussians N(mu(s, a), sigma(s, a)) for (s' - s, r)
+    policy      SAC on 5 % logged and 95 % imagined rows; imagined reward  r - coefficient * w(tau - log p(s', a))
 
-MOPO's penalty comes from the ensemble itself (`--uncertainty`), MBPO has none; the sum of both is possible. A density
-is one model for all seeds of a run; the ensemble and the policy are each seed's own.
+w grows as a step gets less likely (models/penalty.py). MOPO takes the penalty from the ensemble's own uncertainty
+instead (`--uncertainty`), MBPO has no penalty, and both penalties can be added. All seeds of a run share one density;
+each has its own ensemble and policy. The three parts are three training phases, in this order.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from replaylab.models.penalty import BOUNDED
 from replaylab.step import Graph
 from replaylab.tensors import under
 
-SHOWN = 1500  # points of the picture
+SHOWN = 1500  # points of each kind in the support plot
 
 
 class Agent(nn.Module):
@@ -64,16 +65,16 @@ class Agent(nn.Module):
         self.dynamics = Dynamics(seeds, self.observation, spaces.action_dim, *shape)
         self.normalizer = Normalizer(spaces.observation_shape)
         self.register_buffer("done", torch.zeros(()))  # updates of the policy so far
-        self.register_buffer("ends", torch.tensor(0))  # which known termination function, kept with the weights
+        self.register_buffer("ends", torch.tensor(0))  # index into termination.KNOWN, saved with the weights
         self.to(device)
         self.optimizers = {"policy": self.sac.optimizers["all"]}
         self.notes: list[str] = []
         self.warned: set[str] = set()
-        self.number = -1  # of the last rollout
+        self.number = -1  # index of the last rollout
         self.density: DensityFit | None = None
-        self.fit: Fit | None = None  # until the ensemble is done
+        self.fit: Fit | None = None  # None once the ensemble is trained
 
-    # --- the method: SAC on logged and imagined rows; models/imagine.py takes a step
+    # --- the method: SAC on logged and imagined rows; models/imagine.py makes the latter
 
     def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.config.actor_lr_decay:
@@ -86,7 +87,7 @@ class Agent(nn.Module):
         return self.sac.update(unpack(rows, self.observation), noise)
 
     def imagine(self, step: int) -> dict[str, Tensor]:
-        """Before every so many updates: new imagined rows, and noise for the updates to come."""
+        """Runs every `rollout_every` updates: imagine new rows, and draw the noise of the updates until the next."""
         self._draw(step // self.config.rollout_every)
         self.cursor.zero_()
         if self.penalties.coefficient and self.penalties.density is None:
@@ -96,17 +97,18 @@ class Agent(nn.Module):
         self._warn(metrics)
         return metrics
 
-    # --- what is trained
+    # --- the training phases
 
     def phases(self, episodes: Episodes) -> list[Phase]:
         config = self.config
         if config.normalize:
             self.normalizer.fit(episodes)
-            constant = self.normalizer.std < 1e-5  # imagined, such a column has some noise
+            constant = self.normalizer.std < 1e-5  # dividing by it would blow up the noise of imagined rows
             self.normalizer.std.copy_(torch.where(constant, 1.0, self.normalizer.std))
         data = Logged(episodes, self.device)
-        self.told = torch.as_tensor(np.flatnonzero(episodes.next_known[episodes.backup_known]), device=self.device)
-        if not len(self.told):
+        # indices of the rows whose next observation is logged
+        self.known = torch.as_tensor(np.flatnonzero(episodes.next_known[episodes.backup_known]), device=self.device)
+        if not len(self.known):
             raise DataError("the log tells no next observation, so there is no step to learn a model from")
         self.termination = self._termination(episodes, data)
         coefficient, uncertainty_coefficient = self._coefficients(episodes)
@@ -132,7 +134,7 @@ class Agent(nn.Module):
         return found
 
     def _take_dynamics(self, path: str) -> None:
-        """The ensembles of another run, each seed's from the same seed."""
+        """Load the ensembles of another run, seed by seed."""
         from replaylab.run import RunFolder
 
         run = RunFolder(path).require()
@@ -168,42 +170,42 @@ class Agent(nn.Module):
         )
 
     def _coefficients(self, episodes: Episodes) -> tuple[float, float]:
-        """Of the density's and of the ensemble's penalty. What was not given comes from the table, and that is told."""
-        config, told = self.config, []
+        """Of the density's and the ensemble's penalty. Where the user gave none, from the table, with a note."""
+        config, described = self.config, []
         (*table, length), origin = tuned(episodes)
         self.length = config.rollout_length or length
         found = []
         kinds = (config.penalty, config.penalty_coef), (config.uncertainty, config.uncertainty_coef)
-        for (kind, asked), ours in zip(kinds, table, strict=True):
-            found.append(0.0 if kind == "none" else ours if asked is None else asked)
-            told += [f"{kind} penalty x {found[-1]:g}"] if found[-1] else []
-        gaps = [asked is None for (kind, asked) in kinds if kind != "none"] + [config.rollout_length is None]
+        for (kind, given), usual in zip(kinds, table, strict=True):
+            found.append(0.0 if kind == "none" else usual if given is None else given)
+            described += [f"{kind} penalty x {found[-1]:g}"] if found[-1] else []
+        gaps = [given is None for (kind, given) in kinds if kind != "none"] + [config.rollout_length is None]
         where = f" (not given, so {origin})" if any(gaps) else ""
         steps = f"{self.length} step{'' if self.length == 1 else 's'}"
-        self.notes.append(f"imagines {steps}, {' and '.join(told) or 'no penalty: MBPO'}{where}")
+        self.notes.append(f"imagines {steps}, {' and '.join(described) or 'no penalty: MBPO'}{where}")
         return found[0], found[1]
 
     def _termination(self, episodes: Episodes, data: Logged) -> termination.Termination:
-        """The function, and a note that says which it is and how it agrees with the log."""
-        asked, known = self.config.termination, termination.family(episodes.env_id)
-        name = (known or "none") if asked == "auto" else asked
+        """The termination function, with a note on which one it is and how well it agrees with the log."""
+        given, known = self.config.termination, termination.family(episodes.env_id)
+        name = (known or "none") if given == "auto" else given
         function = termination.find(name)
         self.ends.fill_(list(termination.KNOWN).index(name) if name in termination.KNOWN else 0)
-        done = function(*(x[self.told] for x in (data.observations, data.actions, data.following)))
-        ends = data.terminated[self.told] > 0
+        done = function(*(x[self.known] for x in (data.observations, data.actions, data.following)))
+        ends = data.terminated[self.known] > 0
         found, wrong = int((done & ends).sum()), int((done & ~ends).sum())
         unknown = f"{episodes.env_id} is not known" if episodes.env_id else "the data names no environment"
-        why = "asked for" if asked != "auto" else f"for {episodes.env_id}" if known else unknown
+        why = "asked for" if given != "auto" else f"for {episodes.env_id}" if known else unknown
         ended = int(ends.sum())
         unjudged = int(episodes.terminated.sum()) - ended
-        told = f"it ends {wrong:,} of the {len(ends) - ended:,} logged rows that go on"
+        fit = f"it ends {wrong:,} of the {len(ends) - ended:,} logged rows that go on"
         if ended or not unjudged:
-            told += f", and {found:,} of the {ended:,} that end"
+            fit += f", and {found:,} of the {ended:,} that end"
         if unjudged:
-            told += f"; by {unjudged:,} rows that end it cannot be judged, as the log does not tell what followed them"
-        self.notes.append(f"termination: {name} ({why}); {told}")
+            fit += f"; {unjudged:,} rows that end cannot be checked, as the log does not tell what followed them"
+        self.notes.append(f"termination: {name} ({why}); {fit}")
         if ended > found * 2 or wrong > 0.01 * len(done):
-            advice = "pass --termination NAME or FILE.py:FUNCTION" if asked == "auto" else "is it the right one?"
+            advice = "pass --termination NAME or FILE.py:FUNCTION" if given == "auto" else "is it the right one?"
             self.notes.append(f"termination {name} does not fit the log: {advice}")
         return function
 
@@ -212,8 +214,8 @@ class Agent(nn.Module):
         fit = Fit(
             self.dynamics,
             self.seeds,
-            torch.cat([data.observations, data.actions], 1)[self.told],
-            torch.cat([data.following - data.observations, data.rewards[:, None]], 1)[self.told],
+            torch.cat([data.observations, data.actions], 1)[self.known],
+            torch.cat([data.following - data.observations, data.rewards[:, None]], 1)[self.known],
             batch_size=config.dynamics_batch,
             lr=config.dynamics_lr,
             patience=config.patience,
@@ -244,7 +246,7 @@ class Agent(nn.Module):
             length=self.length,
             actions=actions,
         )
-        ours = self.termination in termination.KNOWN.values()  # a user's function may look at values on the host
+        ours = self.termination in termination.KNOWN.values()  # a user's function may not fit a CUDA graph
         self.graph = Graph(self.imagination.roll, self.device, capture=ours)
         self.data = data
         self.noise = torch.zeros(seeds, config.rollout_every, 2 * config.batch_size, actions, device=self.device)
@@ -264,11 +266,11 @@ class Agent(nn.Module):
         if self.density is None:
             return {}
         found = self.density.findings()
-        if self.config.density_model is None:  # `density fit` has said it of another
+        if self.config.density_model is None:  # for a loaded density, `density fit` has said so already
             self.notes += doubts(found["kind"], found["tests"])
         return {"density": found}
 
-    # --- what goes with a rollout
+    # --- around a rollout
 
     def _use_density(self) -> None:
         assert self.density is not None
@@ -283,7 +285,7 @@ class Agent(nn.Module):
             self.uniform[i].uniform_(generator=g)
 
     def _warn(self, metrics: dict[str, Tensor]) -> None:
-        """One look at the device for each rollout."""
+        """Notes on rollouts that cannot teach anything; waits for the device once per rollout."""
         penalised = [metrics["penalised"]] if "penalised" in metrics else []
         counts = [self.ring.filled[:, 0], self.imagination.survivors]
         filled, survivors, *shares = torch.stack([*counts, *penalised]).tolist()
@@ -295,9 +297,9 @@ class Agent(nn.Module):
             if left == 0:
                 text = f"seed {seed}: every imagined episode ended in its first step"
                 self._say(f"ends {seed}", f"{text}: see --termination and imagined_wild")
-        telling = self.config.penalty not in ("softplus", "signed-tanh")  # these tell rows apart on either side of tau
+        gated = self.config.penalty not in ("softplus", "signed-tanh")  # these two also vary above tau
         for seed, share in zip(self.seeds, shares[0] if shares else (), strict=bool(shares)):
-            if share in (0.0, 1.0) and telling:
+            if share in (0.0, 1.0) and gated:
                 text = f"seed {seed}: {100 * share:.0f} % of the rows imagined at update {int(self.done)} are penalised"
                 change = "raise" if share == 0 else "lower"
                 self._say(f"penalised {seed} {share}", f"{text}: the penalty tells nothing; {change} --percentile")
@@ -309,9 +311,9 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def _support(self) -> dict[str, Any]:
-        """Where the policy's imagined (s', a) lie against the data's, on the data's two main axes."""
+        """Imagined and logged (s', a) on the first two principal axes of the logged ones, for the report."""
         g = torch.Generator().manual_seed(0)
-        logged = self.told[torch.randint(len(self.told), (SHOWN,), generator=g).to(self.device)]
+        logged = self.known[torch.randint(len(self.known), (SHOWN,), generator=g).to(self.device)]
         uniform = torch.rand(len(self.seeds), SHOWN // len(self.seeds), generator=g).to(self.device)
         batch = unpack(self.ring.sample(uniform).flatten(0, 1), self.observation)
         following = self.normalizer(self.data.following[logged])
@@ -324,10 +326,10 @@ class Agent(nn.Module):
         explained = (values.square() / values.square().sum())[:2].tolist()
         return {"support": {"logged": shown[0], "imagined": shown[1], "explained": explained}}
 
-    # --- what the ensemble expects, for where there is no simulator
+    # --- evaluation in the ensemble, where there is no simulator
 
     def predicted_return(self, observations: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
-        """From (rows, observation): mean over the elites, and their disagreement, (seeds,) each."""
+        """Return from these (rows, observation) states: mean and deviation over the elites, (seeds,) each."""
         means = self._foretell(observations, horizon)[1].mean(-1)  # (seeds, elites)
         return means.mean(1), means.std(1, correction=0)
 
@@ -335,9 +337,9 @@ class Agent(nn.Module):
         return self._foretell(observations, horizon)[0][:, 0]
 
     def _foretell(self, observations: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
-        asked = self.config.termination
+        given = self.config.termination
         known = list(termination.KNOWN)[int(self.ends)]
-        ends = termination.find(asked if asked != "auto" else known)
+        ends = termination.find(given if given != "auto" else known)
         return foretell(self.dynamics, lambda x: self.act(x)[0], ends, observations, horizon)
 
     # --- checkpoints
@@ -363,7 +365,7 @@ class Agent(nn.Module):
         if self.fit is not None and "fit.best" in state:
             self.fit.load(under("fit.", state))
         else:
-            self.fit = None  # the ensemble was done
+            self.fit = None  # the ensemble is trained
 
     def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         return self.sac.mode(self.normalizer(observations)), state

@@ -1,4 +1,4 @@
-"""The density of a GORMPO run: read from a folder, or fitted as the run's first phase."""
+"""GORMPO's density model log p: loaded from a folder, or fitted as the first phase of the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replaylab.tensors import under
 
 
 class DensityFit:
-    """All seeds share the model: it depends on the data alone."""
+    """One density model, shared by all seeds: it depends on the data alone."""
 
     def __init__(self, config: Any, episodes: Episodes, seeds: int, device: torch.device):
         self.config, self.seeds = config, seeds
@@ -34,7 +34,7 @@ class DensityFit:
             self.model.threshold(config.percentile)
             return
         parts = [episodes.select(ids) for ids in library.split(episodes)]
-        order = np.random.default_rng(81)  # shuffled, so that the first so many are a fair sample
+        order = np.random.default_rng(81)  # shuffled, so that any leading rows are a fair sample
         x, validation = (
             torch.tensor(order.permutation(library.columns(p, config.density_inputs)[0])) for p in parts[:2]
         )
@@ -52,7 +52,7 @@ class DensityFit:
     def _check(self, episodes: Episodes) -> None:
         where, usual = self.config.density_model, type(self.config)()
         for name, known in (("density", self.report["kind"]), ("density_inputs", self.report["inputs"])):
-            if getattr(self.config, name) not in (getattr(usual, name), known):  # asked for, and it is another
+            if getattr(self.config, name) not in (getattr(usual, name), known):  # the user chose another one
                 raise UsageError(f"{where} has {name} {known}: leave --{name.replace('_', '-')} out")
         ours, theirs = family(episodes.env_id), family(self.report.get("env_id"))
         if ours and theirs and ours != theirs:
@@ -74,7 +74,7 @@ class DensityFit:
 
     @torch.no_grad()
     def begin(self) -> None:
-        torch.manual_seed(0)  # the density does not depend on which seeds are trained with it
+        torch.manual_seed(0)  # the same density whichever seeds are trained with it
         self.model.standardise(self.x)
         self.model.fit(self.x, self.validation)
         if not self.steps:
@@ -86,7 +86,7 @@ class DensityFit:
 
     @torch.no_grad()
     def hook(self, step: int) -> dict[str, Tensor]:
-        """Keep the weights that are likeliest on the held-out rows."""
+        """Keep the weights with the highest likelihood of the held-out rows so far."""
         likelihood = self.model.log_prob(self.validation[: library.JUDGES]).clamp(min=-1e3).mean()
         better = bool(likelihood > self.best)
         if better:
@@ -102,7 +102,7 @@ class DensityFit:
         self.fitted = True
 
     def findings(self) -> dict[str, Any]:
-        """What the report shows: where held-out rows and shifted ones lie, against the threshold."""
+        """For the report: how many held-out rows, and rows shifted away from the data, lie below the threshold."""
         threshold = self.model.threshold(self.config.percentile)
         report = self.report | {"threshold": threshold, "percentile": self.config.percentile}
         if self.config.density_model is None or self.config.percentile != self.report["percentile"]:

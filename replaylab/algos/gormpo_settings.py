@@ -1,4 +1,4 @@
-"""Settings of GORMPO and MOPO, their presets, and coefficients by environment."""
+"""GORMPO's and MOPO's settings, presets, and tuned coefficients for known datasets."""
 
 from __future__ import annotations
 
@@ -20,43 +20,41 @@ from replaylab.models.penalty import DENSITY, ENSEMBLE
 class Config(SACConfig):
     """Density-penalised model-based policy optimisation."""
 
-    steps: int = knob(500_000, "updates of the policy", COUNT)
+    steps: int = knob(500_000, "policy updates", COUNT)
     actor_lr: float = knob(1e-4, "Adam's learning rate of the actor", RATE)
     alpha_lr: float = knob(1e-4, "Adam's learning rate of the temperature", RATE)
-    actor_lr_decay: bool = knob(True, "let the actor's rate fall to zero along a cosine")
-    alpha_max: float | None = knob(1.0, "the temperature used is never above; none: no such limit")
+    actor_lr_decay: bool = knob(True, "let the actor's learning rate fall to zero along a cosine")
+    alpha_max: float | None = knob(1.0, "upper limit of the entropy temperature; none: no limit")
     goal_min: float | None = knob(
-        None, "no critic is asked for less than this; GORMPO: 0, wrong where returns are negative"
+        None, "lower limit of the critics' targets; none: no limit; GORMPO: 0, wrong if returns are negative"
     )
-    normalize: bool = knob(True, "standardise what actor and critics see with the data's mean and deviation")
-    density: str = knob("realnvp", "kind of density model", [*KINDS, "none"])
-    density_model: str | None = knob(None, "folder of `replaylab density fit`, instead of fitting one in the run")
-    density_inputs: str = knob("nsa", "what a fitted density looks at: (s, a), (s', a) or (s, a, s')", INPUTS)
-    density_steps: int | None = knob(None, "updates of the density; default: as `replaylab density fit`", COUNT)
-    percentile: float = knob(1.0, "the threshold: this percentage of held-out rows is less likely")
-    penalty: str = knob("tanh", "penalty from the density", [*DENSITY, "none"])
+    normalize: bool = knob(True, "standardise the observations of actor and critics")
+    density: str = knob("realnvp", "density model to fit; none: no density penalty", [*KINDS, "none"])
+    density_model: str | None = knob(None, "folder of `replaylab density fit`; default: fit one in this run")
+    density_inputs: str = knob("nsa", "inputs of the density: sa (s, a), nsa (s', a) or sas (s, a, s')", INPUTS)
+    density_steps: int | None = knob(None, "density updates; default: as `replaylab density fit`", COUNT)
+    percentile: float = knob(1.0, "the threshold tau: this percentage of held-out rows lies below it")
+    penalty: str = knob("tanh", "shape of the density penalty; none: no such penalty", [*DENSITY, "none"])
     penalty_coef: float | None = knob(
-        None, "its coefficient; default: by environment and level, see the docs; 0: none", FROM_0
+        None, "coefficient of the density penalty; default: by dataset, see the docs; 0: no penalty", FROM_0
     )
-    uncertainty: str = knob("none", "penalty from the ensemble", [*ENSEMBLE, "none"])
-    uncertainty_coef: float | None = knob(None, "its coefficient; default: by environment and level; 0: none", FROM_0)
-    termination: str = knob("auto", "auto, a known environment, none, or your own FILE.py:FUNCTION")
-    dynamics_model: str | None = knob(None, "run folder whose ensembles are taken, seed by seed, instead of training")
-    members: int = knob(7, "networks of the ensemble", COUNT)
-    elites: int = knob(5, "of them, how many imagine", COUNT)
-    dynamics_hidden: list[int] = knob([200, 200, 200, 200], "widths of their hidden layers", COUNT)
+    uncertainty: str = knob("none", "MOPO's penalty from the ensemble's uncertainty", [*ENSEMBLE, "none"])
+    uncertainty_coef: float | None = knob(None, "coefficient of that penalty; default: by dataset; 0: none", FROM_0)
+    termination: str = knob("auto", "when imagined episodes end: auto, an environment, none, or FILE.py:FUNCTION")
+    dynamics_model: str | None = knob(None, "run folder to take trained ensembles from, seed by seed")
+    members: int = knob(7, "networks in the ensemble", COUNT)
+    elites: int = knob(5, "best members, by held-out error, that imagine", COUNT)
+    dynamics_hidden: list[int] = knob([200, 200, 200, 200], "widths of the ensemble's hidden layers", COUNT)
     dynamics_lr: float = knob(1e-3, "Adam's learning rate of the ensemble", RATE)
-    dynamics_batch: int = knob(256, "rows a batch of each member", COUNT)
-    scale_targets: bool = knob(True, "standardise what the ensemble predicts, not only what it sees")
-    patience: int = knob(5, "epochs without an improvement of 1 % on held-out rows until the ensemble is done", COUNT)
-    max_epochs: int = knob(200, "at most so many", COUNT)
-    rollout_batch: int = knob(50_000, "states from which is imagined", COUNT)
-    rollout_length: int | None = knob(
-        None, "imagined steps from each; default: by environment and level, else 5", COUNT
-    )
-    rollout_every: int = knob(1000, "updates of the policy between rollouts", COUNT)
-    retain: int = knob(5, "rollouts that are kept", COUNT)
-    real_ratio: float = knob(0.05, "share of logged rows in a batch", SHARE)
+    dynamics_batch: int = knob(256, "rows per batch of each member", COUNT)
+    scale_targets: bool = knob(True, "standardise the targets of the ensemble, not only its inputs")
+    patience: int = knob(5, "stop the ensemble after so many epochs that improve held-out error by under 1 %", COUNT)
+    max_epochs: int = knob(200, "most epochs of the ensemble", COUNT)
+    rollout_batch: int = knob(50_000, "logged states that each rollout starts from", COUNT)
+    rollout_length: int | None = knob(None, "imagined steps from each of them; default: by dataset, else 5", COUNT)
+    rollout_every: int = knob(1000, "policy updates between rollouts", COUNT)
+    retain: int = knob(5, "newest rollouts that are kept as training data", COUNT)
+    real_ratio: float = knob(0.05, "share of logged rows in a policy batch; the others are imagined", SHARE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,8 +78,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mbpo": {"penalty_coef": 0.0, "uncertainty_coef": 0.0},
 }
 
-# (environment, level): coefficients of the density's and of the ensemble's penalty, rollout length. The ensemble's and
-# the lengths are OfflineRL-Kit's; a level that is not listed takes the environment's "medium".
+# (environment, level): coefficient of the density's penalty, of the ensemble's penalty, and rollout length. The latter
+# two are OfflineRL-Kit's. A level that is not listed takes the row "medium" of its environment.
 TUNED: dict[tuple[str, str], tuple[float, float, int]] = {
     ("halfcheetah", "medium"): (2.0, 0.5, 5),
     ("halfcheetah", "medium-replay"): (2.0, 0.5, 5),
@@ -96,12 +94,12 @@ TUNED: dict[tuple[str, str], tuple[float, float, int]] = {
 
 
 def tuned(episodes: Episodes) -> tuple[tuple[float, float, int], str]:
-    """The table's row for this data, and its origin. Elsewhere the unit of a penalty is the rewards' deviation."""
+    """Coefficients and length for this data, and where they come from (for a note): the table, or a rule of thumb."""
     name = termination.family(episodes.env_id)
-    told = " ".join(str(episodes.meta.get(key) or "") for key in ("level", "dataset_id", "source")).lower()
-    found = re.search(r"medium[-_](replay|expert)", told)
+    words = " ".join(str(episodes.meta.get(key) or "") for key in ("level", "dataset_id", "source")).lower()
+    found = re.search(r"medium[-_](replay|expert)", words)
     level = found[0].replace("_", "-") if found else "medium"
-    if not found and "medium" in told and "expert" in told:  # two sets, joined
+    if not found and "medium" in words and "expert" in words:  # two datasets joined
         level = "medium-expert"
     if name and (name, level) in TUNED:
         return TUNED[name, level], f"from the table for {name} {level}"

@@ -1,4 +1,4 @@
-"""MOPO (Yu et al., 2020): GORMPO's agent with the ensemble's own uncertainty as the penalty, and no density."""
+"""MOPO (Yu et al., 2020): GORMPO's agent without a density; the penalty is the ensemble's own uncertainty u(s, a)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ __all__ = ["PRESETS", "Agent", "Config"]
 class Config(gormpo.Config):
     """Model-based offline policy optimisation."""
 
-    density: str = knob("none", "kind of density model", [*KINDS, "none"])
-    penalty: str = knob("none", "penalty from the density", [*DENSITY, "none"])
-    uncertainty: str = knob("aleatoric", "penalty from the ensemble", [*ENSEMBLE, "none"])
+    density: str = knob("none", "density model to fit; none: no density penalty", [*KINDS, "none"])
+    penalty: str = knob("none", "shape of the density penalty; none: no such penalty", [*DENSITY, "none"])
+    uncertainty: str = knob("aleatoric", "MOPO's penalty from the ensemble's uncertainty", [*ENSEMBLE, "none"])
