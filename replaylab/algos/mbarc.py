@@ -1,14 +1,17 @@
-"""MBARC (Model-Based Aware Reward Classification): learn to play an Atari game inside a learnt model of it.
+"""MBARC (Model-Based Aware Reward Classification): learn to play an Atari game inside a learned model of it.
 
-    random play -> repeat: collect with the policy -> world model -> reward model -> PPO in the dream
+    play at random, then in each epoch:
+        collect        real steps with the policy
+        world model    s_t-3 .. s_t, a_t -> s_t+1      cross-entropy of each pixel (models/world.py)
+        reward model   the same -> r_t in {-1, 0, 1}   cross-entropy on drawn transitions (models/reward.py)
+        policy         PPO in dreams, short rollouts of the two models that start in real states (models/dream.py)
 
-Real play is scarce (Atari 100k: 102,400 steps), the dream is free. The world model predicts the next frame, the reward
-model reads rewards off frames, or off its inner maps; because rewards are rare, which transitions it is shown is what
-the strategies are about (models/reward.py). The defaults are the recommended preset, `fast`; `paper` has the paper's
-counts.
+Real steps are scarce (Atari 100k: 102,400 in all), dreamed steps are free. Rewards are rare, so the strategies differ
+in which transitions they show the reward model. The defaults are the recommended preset, `fast`; `paper` has the
+paper's counts.
 
-What world and reward model are worth is measured on whole episodes that never train them, and on the steps of the next
-collection before they do. Dreams may begin in held-out episodes: that trains the policy, which is not measured there.
+The world and reward models are measured on held-out episodes that never train them, and on newly collected steps before
+these train them. Dreams may start in held-out episodes: that trains only the policy, which is not measured there.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ from replaylab.tensors import under
 
 ONLINE = True
 ACTING = ("eval_temperature",)
-ROOM = 1.5  # rows of the replay for each step; a game takes four more than it has steps
+ROOM = 1.5  # replay rows per real step: each game takes four rows more than it has steps
 
 
 def environment(env_id: str) -> str:
-    """'atari/freeway' -> 'atari-rgb/freeway', the same game as this system sees it."""
+    """'atari/freeway' -> 'atari-rgb/freeway', the same game with the observations that MBARC takes."""
     family, _, game = env_id.partition("/")
     if family not in ("atari", "atari-rgb") or not game:
         raise UsageError(f"mbarc plays Atari games: name one as atari/GAME, not '{env_id}'")
@@ -61,7 +64,7 @@ def spaces(env_id: str) -> Spaces:
 
 
 def plan(config: Config) -> list[dict[str, int]]:
-    """Updates of each epoch: world, reward, policy."""
+    """The number of updates of each model in each epoch."""
     each = config.reward_steps or reward.UPDATES[config.strategy]
     return [
         {
@@ -74,7 +77,7 @@ def plan(config: Config) -> list[dict[str, int]]:
 
 
 def counters(config: Config) -> dict[str, int]:
-    """What a whole run adds up to."""
+    """Totals of a whole run: updates, dreamed steps, policy gradients and real steps."""
     total = {name: sum(epoch[name] for epoch in plan(config)) for name in ("world", "reward", "policy")}
     played = config.rollout * config.agents
     minibatches = played // min(config.ppo_minibatch, played)
@@ -86,7 +89,7 @@ def counters(config: Config) -> dict[str, int]:
 
 
 class Numbers:
-    """A sampler for updates that draw on the device: it only says which update it is."""
+    """A sampler that yields only the number of the update; the update draws its own rows on the device."""
 
     resident = True
 
@@ -122,7 +125,7 @@ class Agent(nn.Module):
             self.register_buffer("trained", torch.zeros((), dtype=torch.int64))  # updates of the world model
             self.to(device)
             self.policy_mean = RunningMean(self.policy.parameters(), config.policy_average, every=1, closely=2)
-            self.__dict__["copy"] = snapshot(self.world)  # for dreams; no part of what is saved
+            self.__dict__["copy"] = snapshot(self.world)  # for dreams; bypasses nn.Module, so it is not saved
         with memory("what the policy learns from", "agents", "rollout"):
             self.ppo = self._learner()
         self.world_trainer = WorldTrainer(
@@ -137,7 +140,7 @@ class Agent(nn.Module):
         self.optimizers = {"policy": self.ppo.optimizer} | self.world_trainer.optimizers
         self.optimizers |= self.reward_trainer.optimizers
         self.notes: list[str] = []
-        # all that is found out on the way, for the report; per epoch
+        # findings for the report, one entry per epoch
         self.log: dict[str, Any] = {"world": [], "reward": [], "policy": []}
         self.clock = time.monotonic()
 
@@ -163,7 +166,7 @@ class Agent(nn.Module):
         self.recorder = atari_rgb.Recorder(
             env, self.replay, config.budget, strict=config.strict_budget, shrink=config.shrink, seed=self.seed
         )
-        self.held = np.zeros(0, np.int64)  # episodes that judge the models and never train them
+        self.held = np.zeros(0, np.int64)  # held-out episodes: they measure the models and never train them
         self.windows = Table(config.games * rows, self.device)
         self.walk = {name: self._zeros(batch) for name in ("rows", "left", "limit")}
         self.shown = self._zeros(max(epoch["reward"] for epoch in plan(config)), config.reward_batch)
@@ -221,15 +224,15 @@ class Agent(nn.Module):
         return begin
 
     def _steps(self, held: bool = False) -> np.ndarray:
-        """Rows with a step that trains the models; or with one that judges them."""
+        """Rows of the steps that train the models, or of the held-out steps."""
         host = self.replay.host
         return np.flatnonzero(host["valid"] & (np.isin(host["segments"], self.held) == held))
 
     def _lay_out(self) -> None:
-        """What the sequences of this epoch may start from. The original wants whole ones without the end of a game;
-        we take what there is up to the end, so that ends are learnt."""
+        """Set where training sequences may start. The original takes only full-length ones that stop before a game's
+        end; we also take shorter ones up to the end, so that the model learns how games end."""
         config = self.config
-        self.replay.ahead[torch.as_tensor(self._steps(held=True), device=self.device)] = 0  # no window begins there
+        self.replay.ahead[torch.as_tensor(self._steps(held=True), device=self.device)] = 0  # no sequence starts there
         starts, self.longest = self.replay.windows(config.world_rollout, terminals=not self.original)
         if self.longest == 0:
             raise DataError("nothing was collected that a world model could be trained on")
@@ -241,7 +244,7 @@ class Agent(nn.Module):
     def _begin_walk(self) -> None:
         self.walk["left"].zero_()
         self.walk["limit"].fill_(self.longest)
-        if not self.original:  # so that a batch holds early and late steps of sequences
+        if not self.original:  # staggered, so that a batch mixes early and late steps
             self.walk["limit"].random_(1, self.longest + 1)
         if self.config.focal:
             counts = np.bincount(self.replay.host["rewards"].flat[self._steps()].astype(int) + 1, minlength=3)
@@ -294,7 +297,7 @@ class Agent(nn.Module):
         refresh(self.copy, self.world)
 
     def play(self, k: int) -> dict[str, Tensor]:
-        """A stretch of dream, written to PPO's storage."""
+        """Dream one rollout into PPO's storage."""
         self.policy_mean.follow(k)
         with memory("the dreams", "agents", "hidden"):
             self.dream.reset()
@@ -306,7 +309,7 @@ class Agent(nn.Module):
     def _dream_step(self) -> None:
         actions = self.ppo.act(self.dream.stacks)
         _, rewards, terminated, truncated, infos = self.dream.step(actions)
-        if self.original:  # the world's own value on top of what PPO adds
+        if self.original:  # adds the world model's value, though PPO bootstraps as well
             rewards = rewards + infos["values"] * truncated
         self.ppo.receive(rewards, terminated)
 
@@ -323,14 +326,14 @@ class Agent(nn.Module):
         return found | ({"dream.gif": made} if made else {})
 
     def _finished(self, phase: str) -> dict[str, Any]:
-        """A phase's findings: one entry an epoch."""
+        """The findings of a phase so far, one entry per epoch."""
         found: dict[str, Any] = {"seconds": round(time.monotonic() - self.clock, 3)}
         means = {"world": self.world_trainer.mean, "reward": self.reward_trainer.mean, "policy": self.policy_mean}
         means[phase].settle()
         if phase != "policy" and len(rows := self._steps(held=True)):
             refresh(self.copy, self.world)
             found["held_out"] = {"episodes": self.held.tolist()} | judge(self.copy, self.replay, rows, self.dream.pay)
-        if phase != "world":  # its entry was begun with what was collected
+        if phase != "world":  # the entry of `world` was started when collecting
             self.log[phase].append({})
         self.log[phase][-1] |= found
         return {"epochs": self.log[phase]}
@@ -371,11 +374,11 @@ class Agent(nn.Module):
         self.log = json.loads(state["log"].cpu().numpy().tobytes())
         self.clock = time.monotonic() - self.log.pop("clock")
         self._lay_out()
-        refresh(self.copy, self.world)  # what it was: the trunk moves in its own phase alone, where no one dreams
+        refresh(self.copy, self.world)  # as it was: the trunk changes only in the world phase, which does not dream
 
 
 def _check(config: Config) -> None:
-    """What would otherwise fail only hours later."""
+    """Reject settings that would otherwise fail hours into the run."""
     wanted = counters(config)["real_steps"]
     if wanted > config.budget:
         raise UsageError(

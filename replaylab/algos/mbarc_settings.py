@@ -1,4 +1,4 @@
-"""Settings of MBARC and their presets."""
+"""MBARC's settings and presets."""
 
 from __future__ import annotations
 
@@ -17,76 +17,76 @@ PAID = ("expected", "likeliest")
 class Config(ppo.Config):
     """Model-based aware reward classification."""
 
-    strategy: str = knob("mbarc", "which transitions the reward model is shown", tuple(reward.UPDATES))
-    epochs: int = knob(15, "rounds of collecting, world model, reward model, policy", COUNT)
+    strategy: str = knob("mbarc", "how transitions for the reward model are drawn", tuple(reward.UPDATES))
+    epochs: int = knob(15, "rounds of: collect, train world model, reward model, policy", COUNT)
     random_steps: int = knob(6400, "real steps played at random before the first epoch", COUNT)
     collect_steps: int = knob(6400, "real steps played by the policy at the start of each epoch", COUNT)
-    budget: int = knob(102_400, "real steps there may be in all", COUNT)
-    strict_budget: bool = knob(True, "count what resets cost too; the last epochs then collect less")
-    games: int = knob(8, "real games played side by side; each goes on in the next epoch", COUNT)
+    budget: int = knob(102_400, "most real steps of the whole run", COUNT)
+    strict_budget: bool = knob(True, "count the steps of resets too, so that the last epochs collect less")
+    games: int = knob(8, "real games played in parallel; each continues in the next epoch", COUNT)
     held_out: float = knob(
         0.05,
-        "share of real steps, in whole episodes, that judge the models and never train them",
+        "share of real steps, in whole episodes, that only measure the models; 0: none",
         Within(0, MOST_HELD),
     )
-    temperature: float = knob(1.0, "of the policy's choices while it collects", RATE)
+    temperature: float = knob(1.0, "sampling temperature of the policy when it collects", RATE)
     eval_temperature: float = knob(
-        1.0, "of the policy's choices while it is evaluated; 0: the likeliest action", FROM_0
+        1.0, "sampling temperature of the policy in evaluations; 0: the most likely action", FROM_0
     )
     # the world model
-    fidelity: str = knob("improved", "original: keep what the original does wrong", ("improved", "original"))
-    pixels: str = knob("palette", "a pixel is one of the console's colours, or three intensities", ("palette", "rgb"))
-    hidden: int = knob(96, "channels of the world model at full size", COUNT)
-    compress: int = knob(5, "times the world model halves the frame", COUNT)
-    double: int = knob(3, "times it doubles its channels on the way", FROM_0)
-    bits: int = knob(128, "random bits that tell one future from another", COUNT)
-    continue_head: bool = knob(True, "learn when a game is over, so that dreams end too")
-    world_steps: int = knob(2500, "updates of the world model an epoch", COUNT)
-    world_first: int = knob(3, "times as many in the first epoch", COUNT)
-    world_lr: float = knob(3e-4, "AdamW's learning rate of the world model; 0: Adafactor, as the original", SHARE)
-    world_batch: int = knob(16, "sequences the world model is trained on side by side", COUNT)
+    fidelity: str = knob("improved", "original: keep the known defects of the original", ("improved", "original"))
+    pixels: str = knob("palette", "a pixel is a colour of the console, or three intensities", ("palette", "rgb"))
+    hidden: int = knob(96, "channels of the world model at full resolution", COUNT)
+    compress: int = knob(5, "how many times the world model halves the frame", COUNT)
+    double: int = knob(3, "how many times it doubles its channels on the way", FROM_0)
+    bits: int = knob(128, "latent bits that tell possible next frames apart", COUNT)
+    continue_head: bool = knob(True, "predict when a game ends, so that dreams end too")
+    world_steps: int = knob(2500, "world model updates per epoch", COUNT)
+    world_first: int = knob(3, "factor on world_steps in the first epoch", COUNT)
+    world_lr: float = knob(3e-4, "Adam's learning rate of the world model; 0: Adafactor, as the original", SHARE)
+    world_batch: int = knob(16, "sequences per batch of the world model", COUNT)
     world_rollout: int = knob(
-        1, "steps it goes along a sequence on its own frames; 1: it always learns from true ones", COUNT
+        1, "steps of a sequence along which its own predictions are fed back; 1: only real frames", COUNT
     )
     average: float = knob(
         0.998,
-        "decay of a mean of its and the reward model's weights, which a phase ends with; 0: none",
+        "decay of the running mean of both models' weights, kept at the end of a phase; 0: no mean",
         Within(0, 0.9999),
     )
-    input_noise: float = knob(0.05, "share of pixels replaced by the median", SHARE)
-    sampling_decay: int = knob(3700, "updates until bits, and frames along a sequence, are its own", FROM_0)
-    world_grad_clip: float = knob(1.0, "largest norm of the gradients of world and reward model", RATE)
+    input_noise: float = knob(0.05, "share of input pixels replaced by their frame's median", SHARE)
+    sampling_decay: int = knob(3700, "updates until the model is fed its own bits and frames, not true ones", FROM_0)
+    world_grad_clip: float = knob(1.0, "clip the gradients of world and reward model to this norm", RATE)
     # the reward model
     reward_head: str = knob(
-        "frames", "reads frames, the told next one too; or mbarc, simple: the world model's inner maps", reward.HEADS
+        "frames", "frames: reads frames and the predicted next one; mbarc, simple: feature maps", reward.HEADS
     )
     reward_shift: int = knob(
-        4, "pixels that frames are moved by, at random, when it learns; the original: 0", Within(0, 20)
+        4, "random shift of its training frames, in pixels at most; 0: none, as the original", Within(0, 20)
     )
-    reward_steps: int = knob(0, "updates of the reward model an epoch; 0: as many as the strategy takes", FROM_0)
-    reward_batch: int = knob(32, "transitions a batch", COUNT)
-    masses: list[float] = knob(list(reward.MASSES), "share of each class of transitions in mbarc's draws")
+    reward_steps: int = knob(0, "reward model updates per epoch; 0: the strategy's number", FROM_0)
+    reward_batch: int = knob(32, "transitions per batch of the reward model", COUNT)
+    masses: list[float] = knob(list(reward.MASSES), "share of each class in the draws of strategy mbarc")
     classes: str = knob(
-        "near", "near: far zero, near zero, rewarded; or lead-up: before, rewarded, other", reward.CLASSES
+        "near", "classes of masses. near: far zero, near zero, reward; lead-up: before, reward, other", reward.CLASSES
     )
-    near: int = knob(1, "steps from a reward that count as near, or as leading up", COUNT)
+    near: int = knob(1, "most steps from a reward that count as near, or as before it", COUNT)
     focal: bool = knob(False, "class-balanced focal loss instead of cross-entropy")
     dream_rewards: str = knob(
-        "expected", "what dreams pay: expected, the draws allowed for; or the likeliest of -1, 0, 1", PAID
+        "expected", "reward of a dreamed step: its mean, corrected for the draws, or the likeliest of -1, 0, 1", PAID
     )
     # the policy
-    agents: int = knob(64, "dreams side by side", COUNT)
-    from_start: int = knob(4, "of them from the start of a game, the others from anywhere")
-    rollout: int = knob(50, "steps of a dream", COUNT)
-    ppo_updates: int = knob(130, "dream-and-learn rounds an epoch; 0: world and reward model alone", FROM_0)
-    doubled: list[int] = knob([7, 11], "epochs with twice as many")
-    tripled: list[int] = knob([14], "epochs with three times as many")
+    agents: int = knob(64, "dreams in parallel", COUNT)
+    from_start: int = knob(4, "how many of them start at the start of a game; the others start anywhere")
+    rollout: int = knob(50, "steps per dream", COUNT)
+    ppo_updates: int = knob(130, "dream-and-learn rounds per epoch; 0: train no policy", FROM_0)
+    doubled: list[int] = knob([7, 11], "epochs (from 0) with twice as many rounds")
+    tripled: list[int] = knob([14], "epochs (from 0) with three times as many rounds")
     ppo_lr: float = knob(2e-4, "Adam's learning rate of the policy", RATE)
     policy_average: float = knob(
-        0.99, "decay of a mean of its weights, a round, which a phase ends with; 0: none", Within(0, 0.9999)
+        0.99, "decay per round of the running mean of its weights, kept at the end; 0: no mean", Within(0, 0.9999)
     )
-    ppo_minibatch: int = knob(320, "steps a gradient is taken from", COUNT)
-    shrink: int = knob(1, "show every n-th pixel only, for tests; 1 or 2", Within(1, 2))
+    ppo_minibatch: int = knob(320, "dreamed steps per gradient", COUNT)
+    shrink: int = knob(1, "keep every n-th pixel only, for tests; 1: all", Within(1, 2))
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
-"""The world model's random bits: which of the possible futures comes.
+"""The world model's latent bits: they say which of the possible next frames comes (SimPLe's discrete latents).
 
-In training they are read from the true next frame, and an LSTM learns to tell them from the past alone, a byte at a
-time; in a dream that LSTM draws them.
+In training a convolutional posterior reads them from the true next frame, and an LSTM prior learns to predict them from
+the past alone, one byte at a time. In a dream the prior draws them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from replaylab.models.reward import convolve, linear
 if TYPE_CHECKING:
     from replaylab.models.world import WorldShape
 
-FLIPPED, PREDICTED, USED = 0.1, 0.5, 0.8  # share of bits flipped; of bits from the prior; of outputs that use bits
+FLIPPED, PREDICTED, USED = 0.1, 0.5, 0.8  # share of bits flipped; of bits from the prior; of samples that use bits
 PRIOR_DROPOUT = 0.1
-MEMORY = 128  # of the LSTM
+MEMORY = 128  # width of the LSTM
 
 
 def mixed(first: Tensor, second: Tensor, share: Tensor, per_sample: bool = False) -> Tensor:
@@ -30,7 +30,7 @@ def mixed(first: Tensor, second: Tensor, share: Tensor, per_sample: bool = False
 
 
 def cut_normal(like: Tensor, deviation: float) -> Tensor:
-    """Normal noise cut off at two deviations, through the inverse of its distribution."""
+    """Normal noise truncated at two deviations, by inverting its distribution function."""
     edge = math.erf(math.sqrt(2))
     return deviation * math.sqrt(2) * torch.erfinv((2 * torch.rand_like(like) - 1) * edge)
 
@@ -41,7 +41,7 @@ def modulated(x: Tensor, gate_and_shift: Tensor) -> Tensor:  # (batch, c, h, w),
 
 
 class AttentionPool(nn.Module):
-    """A map summed up in `outputs` numbers: its mean, and its means under four learnt attentions."""
+    """Pools a feature map into `outputs` numbers: from its mean and its means under four learned attentions."""
 
     def __init__(self, channels: int, outputs: int, interleaved: bool):
         super().__init__()
@@ -59,7 +59,7 @@ class AttentionPool(nn.Module):
 
 
 class Bits(nn.Module):
-    """Random bits that tell which of the possible futures comes: read from the future, or drawn by an LSTM."""
+    """The posterior that reads bits from the next frame, and the LSTM prior that draws them."""
 
     powers: Tensor
 
@@ -88,11 +88,12 @@ class Bits(nn.Module):
         return linear(self.read, torch.cat([self.pool1(x), self.pool2(deep)], 1)).float()
 
     def mix(self, layer: Tensor, real: Tensor, drawn: Tensor, epsilon: Tensor) -> Tensor:
-        """The layer with bits put in, on the way from reading them exactly to drawing them."""
+        """The layer with bits put in. As epsilon falls from 1 to 0 in training: at first none, at last hard bits in
+        80 % of the samples, half of these bits from the prior."""
         soft = torch.tanh(real + cut_normal(real, 0.2))
         hard = soft + (torch.where(soft < 0, -1.0, 1.0) - soft).detach()
         hard = torch.where(torch.rand_like(hard) < FLIPPED, -hard, hard)
-        # the original ends on the soft ones, though dreams have hard ones only
+        # the original ends with soft bits, though dreams only have hard ones
         bits = mixed(hard, soft, epsilon if self.original else 1 - epsilon)
         bits = mixed(drawn, bits, (1 - epsilon) * PREDICTED)
         return mixed(self.put(layer, bits), layer, (1 - epsilon) * USED, per_sample=not self.original)
@@ -103,8 +104,8 @@ class Bits(nn.Module):
     # --- the prior
 
     def _begin(self, layer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gates of the first step, cell state, the table of each byte's part in the gates, and the weights and biases
-        that make the next logits and the next gates of a hidden state in one product."""
+        """Gates of the first step, cell state, a table of what each byte adds to the gates, and the weights and biases
+        that turn a hidden state into logits and its part of the next gates in one product."""
         kind, cell = layer.dtype, self.cell
         first, hidden, memory = linear(self.start, layer.flatten(1)).chunk(3, 1)
         inward = cell.weight_ih.to(kind)
@@ -116,7 +117,7 @@ class Bits(nn.Module):
         return gates, memory.float(), table, both, offset
 
     def prior_loss(self, layer: Tensor, real: Tensor) -> Tensor:
-        """Cross-entropy of the bytes, each told from those before it."""
+        """Cross-entropy of the bytes, each predicted from those before it."""
         bytes_ = self.pack(real > 0)  # (batch, bytes)
         cell, kind = self.cell, layer.dtype
         first, hidden, memory = linear(self.start, layer.flatten(1)).chunk(3, 1)
@@ -134,7 +135,7 @@ class Bits(nn.Module):
     def draw(self, layer: Tensor) -> Tensor:  # (batch, bits) of -1 and 1
         gates, memory, table, both, offset = self._begin(layer)
         noise = torch.rand(self.read.out_features // 8, len(layer), 256, device=layer.device)
-        gumbel = -(-noise.clamp(1e-20).log()).clamp(1e-20).log()  # the largest of logit + Gumbel noise is a draw
+        gumbel = -(-noise.clamp(1e-20).log()).clamp(1e-20).log()  # argmax(logits + Gumbel noise) is a sample
         drawn = []
         for extra in gumbel:
             hidden, memory = lstm(gates, memory)
@@ -151,7 +152,7 @@ class Bits(nn.Module):
 
 
 def lstm(gates: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """One step after the products: (batch, 4 n) gates and (batch, n) cell state -> hidden and cell state."""
+    """The elementwise part of an LSTM step: (batch, 4 n) gates, (batch, n) cell state -> hidden and cell state."""
     let_in, forget, value, out = gates.float().chunk(4, 1)
     memory = forget.sigmoid() * memory + let_in.sigmoid() * value.tanh()
     return (out.sigmoid() * memory.tanh()).to(gates.dtype), memory

@@ -1,9 +1,9 @@
-"""The simulated environment: a world model that is played like a Gymnasium vector environment, on the device.
+"""The simulated environment: a world model with the interface of a Gymnasium vector environment, on the device.
 
-`reset` puts every agent into a state that was really seen, the last ones at the start of a game; `step` is one call of
-the model and can be captured as a graph. Where the model says that the game is over, the agent is put into another
-real state in the same step. After `length` steps all are cut off (truncated), and the caller resets. What is dreamt
-away from reality grows with the steps, hence the short stretches.
+`reset` starts every agent in a real state from the replay, the last `from_start` agents at the start of a game. `step`
+is one call of the model and can be captured as a CUDA graph. Where the model predicts the end of the game, the agent
+moves to another real state in the same step. After `length` steps all agents are truncated, and the caller resets:
+prediction errors add up, so rollouts are short. The second half of the file compares dreams with reality.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from replaylab.fuse import fused
 from replaylab.models.reward import confusion, expected, likeliest, precision_recall
 from replaylab.models.world import Prediction, World
 
-OVER = 0.5  # below this probability of going on, the game has ended
-NEAR = 8  # so far off, of 255, may each of the three intensities of a pixel be that is nearly right
-MOST_HELD = 0.25  # of all steps, when an episode is chosen to be held out
+OVER = 0.5  # the game ends when the probability that it continues is below this
+NEAR = 8  # a pixel is nearly right if each of its intensities, 0 to 255, is off by at most this
+MOST_HELD = 0.25  # an episode that would raise the held-out share of steps above this is not chosen
 
 
 def pictures(frames: Tensor, colours: Tensor, pixels: str) -> Tensor:
-    """Stacks of palette frames (..., stack, h, w) as the world takes them: the same, or (..., 3 stack, h, w) in rgb."""
+    """Palette frames (..., stack, h, w) as the world model takes them: the same, or (..., 3 stack, h, w) in rgb."""
     if pixels == "palette":
         return frames
     return colours.to(torch.uint8)[frames.long()].movedim(-1, -3).flatten(-4, -3)
 
 
 def real(world: World, replay: FrameReplay, rows: Tensor) -> dict[str, Tensor]:
-    """Real steps as the world model is trained on them."""
+    """A training batch of real steps for the world model."""
     found = replay.batch(rows)
     following = pictures(found.pop("next_frame")[:, None], world.colours, world.shape.pixels)
     found["next_frames"] = following[:, 0] if world.shape.pixels == "palette" else following
@@ -53,7 +53,7 @@ class Dream:
         compile: bool | None = None,
     ):
         self.world, self.replay, self.num_envs, self.length = world, replay, agents, length
-        self.expected = expected  # rewards are what is expected, not the likeliest
+        self.expected = expected  # pay the expected reward, not the most likely one
         device = replay.device
         compile = device.type == "cuda" if compile is None else compile
         self.predict = fused(world.predict, compile)
@@ -64,7 +64,7 @@ class Dream:
         self.elapsed = torch.zeros((), dtype=torch.int64, device=device)
 
     def _real(self) -> Tensor:
-        """A stack for each agent out of the replay."""
+        """A real state from the replay for each agent."""
         rows = torch.where(self.at_start, self.replay.starts.draw(self.num_envs), self.replay.steps.draw(self.num_envs))
         return pictures(self.replay.stacks(rows), self.world.colours, self.world.shape.pixels)
 
@@ -92,28 +92,28 @@ class Dream:
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Observations, rewards, terminated, truncated, infos. The observations are a buffer that the next step
         overwrites."""
-        told = self.predict(self.stacks, actions)
-        newest = told.next_frame.view(self.num_envs, self.channels, *self.stacks.shape[2:])
+        predicted = self.predict(self.stacks, actions)
+        newest = predicted.next_frame.view(self.num_envs, self.channels, *self.stacks.shape[2:])
         seen = torch.cat([self.stacks[:, self.channels :], newest], 1)
-        terminated = told.continues < OVER
+        terminated = predicted.continues < OVER
         self.stacks.copy_(torch.where(terminated[:, None, None, None], self._real(), seen))
         self.elapsed += 1
         truncated = (self.elapsed >= self.length).expand(self.num_envs) & ~terminated
-        return self.stacks, self.pay(told), terminated, truncated, {"final_obs": seen, "values": told.value}
+        return self.stacks, self.pay(predicted), terminated, truncated, {"final_obs": seen, "values": predicted.value}
 
     def pay(self, told: Prediction) -> Tensor:
         """The rewards of a prediction."""
         return expected(told.reward_logits) if self.expected else told.reward
 
 
-# --- against reality
+# --- comparison with reality
 
 
 def hold_out(replay: FrameReplay, held: np.ndarray, first: int, share: float) -> np.ndarray:
-    """Which episodes (segments) judge and never train: the ones `held` so far, and of those from `first` on, of which
-    nothing was trained on yet, as many as it takes for `share` of all steps; none as long as there are few episodes.
+    """The held-out episodes (segments): those `held` so far, and as many of the new ones (from segment `first` on, not
+    yet trained on) as it takes for `share` of all steps. None is chosen while there are few episodes.
 
-    A game that still runs is held with all that follows in it, so it is chosen only where it is one of four or more.
+    A running game would be held out with all its future steps, so it may be chosen only if four or more are played.
     """
     within, over = replay.host["segments"], replay.host["terminal"] | replay.host["truncated"]
     steps = np.bincount(within[replay.host["valid"]], minlength=replay.next_segment)
@@ -130,26 +130,26 @@ def hold_out(replay: FrameReplay, held: np.ndarray, first: int, share: float) ->
 def judge(
     world: World, replay: FrameReplay, rows: np.ndarray, pay: Callable[[Prediction], Tensor], size: int = 64
 ) -> dict[str, Any]:
-    """How well world and reward model tell real steps: rewards (rows: actual -1, 0, 1; columns: told), how much of
-    their variance what a dream would `pay` explains, and pixels, as the colours they stand for: shares exactly right,
-    nearly right, and what repeating the last frame would get."""
+    """How well the models predict real steps. Rewards: confusion matrix (rows: actual -1, 0, 1; columns: predicted) and
+    the share of their variance that the dream's `pay` explains. Pixels, compared as colours: shares exactly right,
+    nearly right, and right if the last frame were repeated; of all pixels and of those that changed."""
     matrix = torch.zeros(3, 3, dtype=torch.int64, device=replay.device)
     counts = torch.zeros(7, dtype=torch.int64, device=replay.device)
     error = torch.zeros((), device=replay.device)
     for part in torch.as_tensor(rows, device=replay.device).split(size):
         batch = real(world, replay, part)
-        told = world.predict(batch["frames"], batch["actions"])
-        shown, true = (_rgb(world, frames) for frames in (told.next_frame, batch["next_frames"]))
+        predicted = world.predict(batch["frames"], batch["actions"])
+        shown, true = (_rgb(world, frames) for frames in (predicted.next_frame, batch["next_frames"]))
         moved = (world.colours[replay.frames[part].long()] != true).any(-1)
         off = (shown - true).abs().amax(-1)
         right, near = off == 0, off <= NEAR
         found = (right, near, ~moved, moved, right & moved, near & moved, right.flatten(1).all(1))
         counts += torch.stack([which.sum() for which in found])
-        matrix += confusion(told.reward, batch["rewards"])
-        error += (pay(told) - batch["rewards"]).square().sum()
+        matrix += confusion(predicted.reward, batch["rewards"])
+        error += (pay(predicted) - batch["rewards"]).square().sum()
     *whole, moving, moving_right, moving_near, frames = counts.tolist()
     losses, _, gains = matrix.sum(1).tolist()
-    spread = losses + gains - (gains - losses) ** 2 / len(rows)  # squared distances from the mean reward
+    spread = losses + gains - (gains - losses) ** 2 / len(rows)  # sum of squared distances from the mean reward
     pixels, near_pixels, still = (count / (len(rows) * replay.frames[0].numel()) for count in whole)
     return {
         "steps": len(rows),
@@ -165,12 +165,12 @@ def judge(
     }
 
 
-def _rgb(world: World, frames: Tensor) -> Tensor:  # of the world -> (batch, h, w, 3)
+def _rgb(world: World, frames: Tensor) -> Tensor:  # frames of the world -> (batch, h, w, 3)
     return world.colours[frames.long()] if world.shape.pixels == "palette" else frames.movedim(1, -1).float()
 
 
 def exciting_scene(world: World, replay: FrameReplay, steps: int = 50) -> dict[str, np.ndarray] | None:
-    """The last stretch of real play in which a reward was got, and the dream of it. None where nothing was played."""
+    """The last stretch of real play with a reward, and the dream of it. None if nothing was played."""
     starts, length = replay.windows(steps)
     if not length:
         return None
@@ -181,17 +181,17 @@ def exciting_scene(world: World, replay: FrameReplay, steps: int = 50) -> dict[s
 
 @torch.no_grad()
 def replayed(world: World, replay: FrameReplay, row: int, steps: int) -> dict[str, np.ndarray]:
-    """What really happened from a row on, and what the world dreams from there on with the same actions."""
+    """The real steps from a row on, and the dream that starts there and takes the same actions."""
     rows = torch.arange(row, row + steps, device=replay.device)
     stack = pictures(replay.stacks(rows[:1]), world.colours, world.shape.pixels)
     channels = stack.shape[1] // world.shape.stack
     dreamt, rewards = [], []
     for action in replay.actions[rows].long():
-        told = world.predict(stack, action[None])
-        frame = told.next_frame.view(1, channels, *stack.shape[2:])
+        predicted = world.predict(stack, action[None])
+        frame = predicted.next_frame.view(1, channels, *stack.shape[2:])
         stack = torch.cat([stack[:, channels:], frame], 1)
         dreamt.append(frame[0])
-        rewards.append(likeliest(told.reward_logits))
+        rewards.append(likeliest(predicted.reward_logits))
     return {
         "real": replay.next_frames(rows).cpu().numpy(),  # (steps, h, w)
         "dream": torch.stack(dreamt).squeeze(1).cpu().numpy(),  # the same, or (steps, 3, h, w)
@@ -201,7 +201,7 @@ def replayed(world: World, replay: FrameReplay, row: int, steps: int) -> dict[st
 
 
 def film(scene: dict[str, np.ndarray], palette: np.ndarray, scale: int = 3, fps: int = 15) -> bytes | None:
-    """Reality left, dream right, as a GIF; a green or red bar below says that a reward was got. None without Pillow."""
+    """A GIF, reality left, dream right; a green or red bar marks a positive or negative reward. None without Pillow."""
     try:
         from PIL import Image
     except ImportError:

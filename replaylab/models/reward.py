@@ -1,8 +1,8 @@
-"""The reward model: what was rewarded in a transition, told from a world model's inner maps.
+"""MBARC's reward model: classify the reward of a transition as -1, 0 or 1.
 
-Rewards are -1, 0 or 1 and nearly all are 0, so a head that sees transitions as they come learns to answer 0. MBARC's
-answer is in two parts: a head that keeps where things are (`MbarcHead`), and draws that show it the rare frames often
-(`sampling_weights`). The five strategies, their numbers of updates, the focal loss and the scores are all here.
+Nearly all rewards are 0, so a classifier that sees transitions as they come learns to answer 0. MBARC's remedy has two
+parts: a head that keeps spatial detail (`MbarcHead`), and sampling that shows it the rare transitions often
+(`sampling_weights`). This file has the five sampling strategies, the heads, the focal loss and the scores.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ CATEGORIES = {
 }
 MASSES = (0.35, 0.05, 0.6)
 HEADS = ("mbarc", "simple", "frames")
-FLOOR = 1e-4  # added to every weight, so that nothing is impossible
-SEGMENTS = 50  # steps from natural to balanced draws in `progressive`
+FLOOR = 1e-4  # added to every weight, so that every transition can be drawn
+SEGMENTS = 50  # stages from uniform to class-balanced draws in `progressive`
 
 
-# --- which transitions to show
+# --- sampling: which transitions the head is shown
 
 
 def near_reward(rewarded: Tensor, segments: Tensor, terminal: Tensor, before: int, after: int) -> Tensor:
-    """Whether a rewarded step follows within `before` steps, or came at most `after` steps ago, in one episode."""
+    """Whether the same episode has a reward at most `before` steps later or `after` steps earlier: (rows,)."""
     found = torch.zeros_like(rewarded)
     ends = terminal.long()
-    episode = segments.long() * (len(segments) + 1) + ends.cumsum(0) - ends  # a new one after each end
+    episode = segments.long() * (len(segments) + 1) + ends.cumsum(0) - ends  # a new number after each terminal row
     for shift in range(1, min(max(before, after), len(rewarded) - 1) + 1):
         same = episode[shift:] == episode[:-shift]
         if shift <= before:
@@ -53,8 +53,8 @@ def categories(
 ) -> Tensor:
     """The category 0..3 of each transition of a buffer, (rows,) each; see CATEGORIES for their names.
 
-    near: zeros at most `window` steps before or after a reward stand apart from the other zeros; `backward` looks
-    only at the steps after a reward, as the original does. lead-up: zeros at most `window` steps before a reward.
+    near: zeros at most `window` steps before or after a reward form a class of their own; `backward` counts only those
+    after a reward, as the original does. lead-up: the same for zeros at most `window` steps before a reward.
     """
     rewarded = rewards != 0
     if classes == "near":
@@ -67,8 +67,8 @@ def categories(
 
 
 def masses_of(present: Tensor, masses: Sequence[float], classes: str) -> Tensor:
-    """Mass of each of the four categories. Of three masses, the rewarded one is shared equally by positive and negative
-    rewards where the data holds both; what is absent gets nothing and the rest share it."""
+    """Share of each of the four categories in the draws. If three masses are given, positive and negative rewards split
+    the rewarded one equally. The mass of a category that the data lacks is spread over the others."""
     if len(masses) not in (3, 4) or min(masses) < 0 or sum(masses) <= 0:
         raise UsageError(f"masses must be three or four numbers of at least 0, not all 0, but are {list(masses)}")
     given = torch.tensor([*masses, 0.0][:4], dtype=torch.float64, device=present.device)
@@ -93,8 +93,8 @@ def sampling_weights(
     backward: bool = False,
     progress: float = 0.0,
 ) -> Tensor:
-    """How likely each transition is drawn, up to a factor: (rows,). `progress` is for `progressive`: 0 natural draws,
-    1 balanced ones. `online` draws all alike."""
+    """Unnormalised probability of drawing each transition: (rows,). `progress` takes `progressive` from uniform draws
+    (0) to those of `class-balanced` (1). `online` is uniform."""
     if strategy not in UPDATES:
         raise UsageError(f"unknown strategy '{strategy}'; known: {', '.join(UPDATES)}")
     if strategy == "mbarc":
@@ -116,7 +116,7 @@ def sampling_weights(
 
 
 def draw(weights: Tensor, count: int) -> Tensor:
-    """Rows drawn with replacement on the weights' device, from torch's own generator: (count,)."""
+    """Rows drawn with replacement, on the device of the weights, with torch's global generator: (count,)."""
     edges = weights.double().cumsum(0)
     points = torch.rand(count, dtype=torch.float64, device=weights.device) * edges[-1]
     return torch.searchsorted(edges, points, right=True).clamp(max=len(weights) - 1)
@@ -135,14 +135,14 @@ def draw_epoch(
     window: int = 1,
     backward: bool = False,
 ) -> Tensor:
-    """All rows that one phase of the head's training sees: (updates, batch). `updates` defaults to the strategy's."""
+    """All rows of one training phase of the head: (updates, batch). `updates` defaults to the strategy's number."""
     updates = UPDATES.get(strategy, 0) if updates is None else updates
     total = updates * batch
     if strategy != "progressive":
         settings = {"masses": masses, "classes": classes, "window": window, "backward": backward}
         weights = sampling_weights(strategy, rewards, segments, terminal, draws=total, **settings)  # type: ignore[arg-type]
         return draw(weights, total).view(updates, batch)
-    each = total // SEGMENTS + 1  # as the original: its last stretch, all balanced, is never reached
+    each = total // SEGMENTS + 1  # as in the original: the last, fully balanced stage is never reached
     stretches = [
         draw(sampling_weights(strategy, rewards, segments, terminal, progress=t / SEGMENTS), each)
         for t in range(SEGMENTS + 1)
@@ -150,12 +150,12 @@ def draw_epoch(
     return torch.cat(stretches)[:total].view(updates, batch)
 
 
-# --- from its answers to rewards
+# --- from logits to rewards
 
 
 def correction(rewards: Tensor, drawn: Tensor) -> Tensor:
-    """What to add to the logits of a head that learnt from rewards `drawn`, so that -1, 0 and 1 are as likely to it as
-    they are among `rewards`: the log of how much rarer each is. Each is counted once more, so that none is at 0."""
+    """Logit correction for a head trained on the classes `drawn` when they really occur as in `rewards`:
+    log p(class in rewards) / p(class in drawn). Every count is raised by one, so that none is 0."""
     real, shown = ((torch.bincount(r.long() + 1, minlength=3) + 1).double() for r in (rewards, drawn))
     return ((real / real.sum()) / (shown / shown.sum())).log().float()
 
@@ -173,13 +173,13 @@ def expected(logits: Tensor) -> Tensor:  # (batch, 3) -> (batch,)
 
 
 def focal_weights(counts: Tensor, beta: float = 0.9999) -> Tensor:
-    """Class weights by the effective number of samples, (1 - beta) / (1 - beta^n), scaled to sum to their number."""
+    """Class weights by effective number of samples, (1 - beta) / (1 - beta^n), scaled to a mean of 1."""
     weights = (1 - beta) / (1 - beta ** counts.double().clamp(min=1))
     return (weights * len(counts) / weights.sum()).float()
 
 
 def focal_loss(logits: Tensor, targets: Tensor, weights: Tensor, gamma: float = 2.0) -> Tensor:
-    """Class-balanced focal loss: cross-entropy that counts less where the answer is sure, more where it is rare."""
+    """Class-balanced focal loss, -w (1 - p)^gamma log p: confident answers count less, rare classes more."""
     log_p = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     return -(weights[targets] * (1 - log_p.exp()) ** gamma * log_p).mean()
 
@@ -190,12 +190,12 @@ def confusion(predicted: Tensor, actual: Tensor) -> Tensor:
 
 
 def precision_recall(matrix: Tensor) -> dict[str, dict[str, float | int | None]]:
-    """Per class; None where there is nothing to divide by."""
+    """Precision, recall and count of each class; None where the denominator is 0."""
     found: dict[str, dict[str, float | int | None]] = {}
     for i, name in enumerate(("negative", "zero", "positive")):
-        right, told, true = (int(n) for n in (matrix[i, i], matrix[:, i].sum(), matrix[i].sum()))
+        right, answered, true = (int(n) for n in (matrix[i, i], matrix[:, i].sum(), matrix[i].sum()))
         found[name] = {
-            "precision": right / told if told else None,
+            "precision": right / answered if answered else None,
             "recall": right / true if true else None,
             "count": true,
         }
@@ -206,7 +206,7 @@ def precision_recall(matrix: Tensor) -> dict[str, dict[str, float | int | None]]
 
 
 class SimpleHead(nn.Module):
-    """SimPLe's: means over all positions, so that where something happened is lost."""
+    """SimPLe's head: averages the feature maps over all positions, which loses where something happened."""
 
     def __init__(self, middle: int, final: int):
         super().__init__()
@@ -218,7 +218,7 @@ class SimpleHead(nn.Module):
 
 
 class MbarcHead(nn.Module):
-    """MBARC's: the final map is folded down to the middle one's size, and both are read position by position."""
+    """MBARC's head: shrinks the final map to the size of the middle one and reads both at every position."""
 
     def __init__(self, middle: int, final: int, folds: int, positions: int):
         super().__init__()
@@ -237,8 +237,8 @@ class MbarcHead(nn.Module):
 
 
 class FramesHead(nn.Module):
-    """Reads the frames themselves, with convolutions of its own, and not what the world model makes of them: rewards
-    hang on few pixels, and a world model that has hardly learnt to draw does not keep them."""
+    """Our head: reads the frames with its own convolutions instead of the world model's maps. Rewards depend on a few
+    pixels, which a world model that has hardly learned to predict frames does not keep."""
 
     def __init__(self, inputs: int, actions: int, size: tuple[int, int], width: int = 32):
         super().__init__()
@@ -257,7 +257,7 @@ class FramesHead(nn.Module):
         return linear(self.layers[2], F.dropout(hidden, 0.3, train)).float()
 
 
-# --- layers in the precision of what they are given: weights may be kept in another
+# --- layers that compute in the precision of their input; the weights may be stored in another
 
 
 def linear(layer: Any, x: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def convolve(layer: Any, x: Tensor) -> Tensor:
 
 
 def standardize(x: Tensor, eps: float = 1e-5) -> Tensor:
-    """Instance normalisation in plain operations, which a compiler can fuse with what stands around it."""
+    """Instance normalisation in plain operations, which the compiler can fuse with their neighbours."""
     wide = x.float()
     variance, mean = torch.var_mean(wide, (2, 3), correction=0, keepdim=True)
     return ((wide - mean) * (variance + eps).rsqrt()).to(x.dtype)

@@ -1,11 +1,15 @@
-"""The world model of SimPLe and MBARC: from four frames and an action to the next frame, its reward and its worth.
+"""The world model of SimPLe (Kaiser et al., 2020) and MBARC: four frames and an action -> next frame, reward, value.
 
-An encoder folds the frames down, the action and 128 random bits are put in at the bottom, and a decoder unfolds them
-to one class per pixel. (The bits are in bits.py.) Frames are bytes: indices into a colour table (`palette`, Atari has
-128 colours), or three colour intensities (`rgb`, as the original).
+A convolutional encoder halves the frames several times, the action and 128 latent bits (bits.py) modulate the result,
+and a decoder with skip connections doubles it back to one softmax per pixel. The loss, in `world_loss`, is
 
-`fidelity original` keeps what the original does and we would not: dropout in dreams, bits that end up continuous,
-attention maps with heads and positions interleaved, no continue head.
+    mean over pixels max(0, -log p(pixel) - 0.03) + 0.01 (V - return)^2 + prior / 50 + continue   (+ reward, if online)
+
+with the bits' prior loss and a cross-entropy for whether the game continues. Frames are bytes: indices into a colour
+table (`palette`, Atari has 128 colours), or three intensities (`rgb`, as the original).
+
+`fidelity original` keeps what we would not do: dropout in dreams, bits that end up continuous, attention maps with
+heads and positions interleaved, a value weight of 1, no continue head.
 """
 
 from __future__ import annotations
@@ -34,8 +38,8 @@ from replaylab.models.reward import (
 )
 
 DROPOUT, MIDDLE_DROPOUT = 0.15, 0.5
-LOSS_FLOOR = 0.03  # a pixel predicted this well counts as done
-VALUE_WEIGHT = 0.01  # the original: 1, which is nearly all of the gradient that is limited
+LOSS_FLOOR = 0.03  # a pixel predicted this well adds no loss
+VALUE_WEIGHT = 0.01  # the original: 1, so that nearly all of the clipped gradient comes from the value
 PRIOR_WEIGHT = 1 / 50  # the original divides this loss by the length of its rollouts
 
 
@@ -83,10 +87,10 @@ class WorldShape:
 
 class Prediction(NamedTuple):
     next_frame: Tensor  # (batch, height, width), or (batch, 3, height, width); bytes
-    reward: Tensor  # (batch,) of -1, 0, 1, the likeliest as the head was taught
-    reward_logits: Tensor  # (batch, 3), how rare each is allowed for
-    value: Tensor  # (batch,) of the state before the step
-    continues: Tensor  # (batch,) probability that the game goes on
+    reward: Tensor  # (batch,) of -1, 0, 1: the most likely class under the training draws
+    reward_logits: Tensor  # (batch, 3), corrected to how often each class really occurs
+    value: Tensor  # (batch,) V of the state before the step
+    continues: Tensor  # (batch,) probability that the game continues
 
 
 class Features(NamedTuple):
@@ -94,12 +98,12 @@ class Features(NamedTuple):
     x_mid: Tensor  # (batch, wide, h, w), after action and bits
     x_fin: Tensor  # (batch, hidden, height, width)
     prior_loss: Tensor  # scalar; 0 in dreams
-    seen: Tensor  # (batch, height, width, 3 stack), the frames' colours
-    action: Tensor  # (batch, actions), one of them 1
+    seen: Tensor  # (batch, height, width, 3 stack), standardised colours of the frames
+    action: Tensor  # (batch, actions), one-hot
 
 
 def timing_signal(channels: int, height: int, width: int) -> Tensor:
-    """Where a position is, as sines and cosines of its row and column: (1, channels, height, width)."""
+    """Position encoding, sines and cosines of row and column: (1, channels, height, width)."""
     scales = channels // 4
     rates = 10_000.0 ** (-torch.arange(scales) / (scales - 1))
     rows = (torch.arange(height) * rates[:, None])[:, :, None].expand(-1, -1, width)
@@ -128,12 +132,12 @@ class World(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             self._build(shape)
-        if colours is None:  # greys; an environment brings its own
+        if colours is None:  # greys, for tests; an environment has its own
             colours = torch.linspace(0, 255, shape.palette)[:, None].expand(-1, 3)
         if colours.shape != (shape.palette, 3):
             raise UsageError(f"the colour table must be ({shape.palette}, 3), not {tuple(colours.shape)}")
         self.register_buffer("colours", colours.float().clone())
-        self.register_buffer("rarity", torch.zeros(3))  # of rewards -1, 0, 1 against the draws (reward.correction)
+        self.register_buffer("rarity", torch.zeros(3))  # added to reward logits, see reward.correction
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def _build(self, shape: WorldShape) -> None:
@@ -143,7 +147,7 @@ class World(nn.Module):
         self.down = nn.ModuleList(nn.Conv2d(wide[i], wide[i + 1], 4, 2, 1) for i in range(n))
         self.down_norm = nn.ModuleList(Norm(wide[i + 1]) for i in range(n))
         self.value = nn.Linear(shape.bottom, 1)
-        # gates and shifts of all places where the action is put in: the bottom, the ups, the posterior
+        # widths of the (gate, shift) pairs by which the action modulates the bottom, each up-convolution, the posterior
         self.places = [2 * c for c in (wide[-1], *wide[:0:-1], shape.hidden)]
         self.action = nn.Linear(shape.actions, sum(self.places))
         self.bits = Bits(shape)
@@ -164,7 +168,7 @@ class World(nn.Module):
         self.reward: nn.Module = heads[shape.reward_head]()
         self.going = nn.Linear(shape.bottom, 1) if shape.continue_head and not self.original else None
 
-    # --- what is asked of it
+    # --- predictions and loss
 
     @torch.no_grad()
     def predict(self, frames: Tensor, actions: Tensor) -> Prediction:
@@ -182,12 +186,12 @@ class World(nn.Module):
 
     @torch.no_grad()
     def tell(self, frames: Tensor, actions: Tensor) -> Tensor:
-        """The next frame alone."""
+        """Only the predicted next frame."""
         return self._frame(self._pixel_logits(self.features(frames, actions).x_fin))
 
     @torch.no_grad()
     def reward_features(self, frames: Tensor, actions: Tensor, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What the reward head reads; one that reads frames is given the told next one."""
+        """The two inputs of the reward head. For a head that reads frames, `told` is the predicted next one."""
         if told is None:
             found = self.features(frames, actions)
             return found.x_mid, found.x_fin
@@ -208,9 +212,9 @@ class World(nn.Module):
         reward_target: Tensor | None = None,
         class_weights: Any = None,
     ) -> dict[str, Tensor]:
-        """Scalars `loss` and its parts, `accuracy` (share of pixels told exactly), and the told `next_frame`.
+        """Scalars `loss` and its parts, `accuracy` (share of pixels exactly right), and the predicted `next_frame`.
 
-        Rewards are learnt only where a target is given (`online`), with the focal loss where class weights are."""
+        The reward head is trained only if there is a target (`online`), with the focal loss if there are weights."""
         found = self.features(frames, actions, next_frame, epsilon)
         logits = self._pixel_logits(found.x_fin).float()
         target = self._pixels_last(next_frame).long()
@@ -224,10 +228,10 @@ class World(nn.Module):
         if self.going is not None:
             parts["continue"] = F.binary_cross_entropy_with_logits(self._going(found), continue_target.float())
         if reward_target is not None:
-            told = self.reward_logits(*self._of_interest(found, self._frame(logits.detach())), train=True)
+            answer = self.reward_logits(*self._of_interest(found, self._frame(logits.detach())), train=True)
             classes = reward_target.long() + 1
             plain = class_weights is None
-            parts["reward"] = F.cross_entropy(told, classes) if plain else focal_loss(told, classes, class_weights)
+            parts["reward"] = F.cross_entropy(answer, classes) if plain else focal_loss(answer, classes, class_weights)
         frame = self._frame(logits.detach())
         accuracy = (frame == next_frame).float().mean()
         return {"loss": sum(parts.values()), **parts, "accuracy": accuracy, "next_frame": frame}  # type: ignore[dict-item]
@@ -237,12 +241,12 @@ class World(nn.Module):
     def features(
         self, frames: Tensor, actions: Tensor, next_frame: Tensor | None = None, epsilon: Tensor | None = None
     ) -> Features:
-        """With the next frame: in training, bits read from it. Without: in a dream, bits drawn."""
+        """With the next frame (training), the bits are read from it; without (dreams), the prior draws them."""
         drop = next_frame is not None or self.original
         seen, one_hot = self._look(frames, actions)
         at_bottom, *at_ups, at_posterior = linear(self.action, one_hot).split(self.places, 1)
         x, skips = self._encode(seen, drop)
-        # in the original returns shape the trunk: their gradient there is hundreds of times that of the pixels
+        # the original does not detach: there the value's gradient is hundreds of times that of the pixels
         value = linear(self.value, (x if self.original else x.detach()).flatten(1))[:, 0].float()
         x = modulated(x, at_bottom)
         drawn = self.bits.draw(x)
@@ -257,10 +261,10 @@ class World(nn.Module):
         seen = self._standard(frames)
         return seen, F.one_hot(actions.long(), self.shape.actions).to(seen.dtype)
 
-    def _of_interest(self, found: Features, told: Tensor) -> tuple[Tensor, Tensor]:
-        """To the reward head: frames with the told next one, or maps."""
+    def _of_interest(self, found: Features, predicted: Tensor) -> tuple[Tensor, Tensor]:
+        """The two inputs of the reward head: frames (with the predicted one) and action, or feature maps."""
         if self.shape.reward_head == "frames":
-            return torch.cat([found.seen, self._standard(told)], 3), found.action
+            return torch.cat([found.seen, self._standard(predicted)], 3), found.action
         return found.x_mid, found.x_fin
 
     def _encode(self, seen: Tensor, drop: bool) -> tuple[Tensor, list[Tensor]]:
@@ -299,7 +303,7 @@ class World(nn.Module):
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     def _standard(self, frames: Tensor) -> Tensor:
-        """Colours (batch, h, w, 3 per frame), each channel of a sample with mean 0 and deviation 1."""
+        """Colours (batch, h, w, 3 per frame), each channel of each sample standardised."""
         if self.shape.pixels == "palette":
             frames = frames if frames.ndim == 4 else frames[:, None]
             x = F.embedding(frames.permute(0, 2, 3, 1).long().contiguous(), self.colours.float()).flatten(3) / 255
@@ -312,7 +316,7 @@ class World(nn.Module):
         x = x_fin.permute(0, 2, 3, 1)
         if self.shape.pixels == "palette":
             return linear(self.pixels, x)
-        # the weights are kept as (256, 3), as the original's; turned here, as the logits are much larger
+        # stored as (256, 3), like the original's; transposing the weights is cheaper than transposing the logits
         weight = self.pixels.weight.unflatten(0, (256, 3)).transpose(0, 1).flatten(0, 1)
         bias = self.pixels.bias.view(256, 3).t().flatten()
         return F.linear(x, weight.to(x.dtype), bias.to(x.dtype)).unflatten(3, (3, 256))
@@ -321,12 +325,12 @@ class World(nn.Module):
         return frame if self.shape.pixels == "palette" else frame.permute(0, 2, 3, 1)
 
     def _frame(self, logits: Tensor) -> Tensor:
-        told = logits.argmax(-1).to(torch.uint8)
-        return told if self.shape.pixels == "palette" else told.permute(0, 3, 1, 2)
+        frame = logits.argmax(-1).to(torch.uint8)
+        return frame if self.shape.pixels == "palette" else frame.permute(0, 3, 1, 2)
 
 
 def output_padding(size: torch.Size, wanted: torch.Size) -> list[int]:
-    """What a transposed convolution that doubles the size must add to reach the wanted one."""
+    """What a transposed convolution that doubles the size must add to reach the wanted size."""
     return [w - 2 * s for s, w in zip(size, wanted, strict=True)]
 
 
@@ -336,14 +340,14 @@ def unfold(layer: Any, x: Tensor, size: torch.Size) -> Tensor:
 
 
 def snapshot(world: World) -> World:
-    """A copy for dreams, its weights in the precision it computes with; `refresh` keeps it in step."""
+    """A frozen copy for dreams, stored in the precision it computes in; `refresh` updates it."""
     copied = copy.deepcopy(world).requires_grad_(False)
     return copied.to(world.compute)
 
 
 @torch.no_grad()
 def refresh(copied: World, world: World) -> None:
-    """The world's weights into the copy, in place: graphs captured with the copy stay valid."""
+    """Copy the weights in place, so that captured CUDA graphs of the copy stay valid."""
     torch._foreach_copy_(list(copied.parameters()), list(world.parameters()))
     copied.colours.copy_(world.colours)
     copied.rarity.copy_(world.rarity)

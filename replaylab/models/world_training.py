@@ -1,8 +1,8 @@
-"""Training a world model and its reward head: one update a call, all on the device, fit for one captured CUDA graph.
+"""Training of the world model and its reward head: one update per call, all on the device, in one CUDA graph.
 
-`WorldTrainer` walks along sequences: each call learns one step of each, then feeds the model's own prediction back
-as its newest frame, or the true frame as long as scheduled sampling says so. `RewardTrainer` trains the head alone, on
-maps that a frozen trunk made. On CUDA both compile what they compute.
+`WorldTrainer` walks along sequences: each call learns one step of each sequence, then feeds back as the newest frame
+either the true one, with probability epsilon (scheduled sampling), or the model's own prediction. `RewardTrainer`
+trains the head alone on inputs from a frozen trunk. On CUDA both compile their losses.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from replaylab.models.reward import focal_loss, focal_weights
 from replaylab.models.world import World
 from replaylab.tensors import under
 
-AVERAGED = 10  # updates from one weight in a running mean of weights to the next
+AVERAGED = 10  # updates between two samples of the running mean of weights
 FRAMES_LR, FRAMES_DECAY = 5e-4, 0.01  # AdamW's, for a reward head that reads frames
 
 
 @contextmanager
 def memory(what: str, *settings: str) -> Iterator[None]:
-    """Out of memory is the user's to solve: say what with."""
+    """Turn out-of-memory errors into a UsageError that names the settings to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         gpu = isinstance(error, torch.cuda.OutOfMemoryError)
-        if not (gpu or isinstance(error, MemoryError) or "alloc" in str(error)):  # what a CPU's allocator says
+        if not (gpu or isinstance(error, MemoryError) or "alloc" in str(error)):  # the CPU allocator's message
             raise
         where = "the GPU has" if gpu else "there is"
         raise UsageError(f"{where} too little memory for {what}: lower --{' or --'.join(settings)}") from error
 
 
 def truth_share(update: Tensor, decay: int) -> Tensor:
-    """Scheduled sampling's epsilon: how likely the true frame is fed back; it has fallen to 0 after `decay` updates."""
+    """Scheduled sampling's epsilon: the probability of feeding back the true frame; 0 from `decay` updates on."""
     if decay < 1:
         return torch.zeros_like(update)
     quarter = max(decay // 4, 1)
@@ -49,15 +49,15 @@ def truth_share(update: Tensor, decay: int) -> Tensor:
 
 
 def counted_median(flat: Tensor, values: int) -> Tensor:
-    """The median of each row of bytes, (batch, k, bytes) -> (batch, k, 1), read off the counts of bytes not above each
-    possible value: a GPU need not sort for that."""
+    """The median of each row of bytes, (batch, k, bytes) -> (batch, k, 1), from counts of the bytes up to each possible
+    value, because sorting is slow on a GPU."""
     levels = torch.arange(values - 1, device=flat.device).to(torch.uint8)
     below = (flat[:, :, None] <= levels[:, None]).sum(3)  # (batch, k, values - 1)
     return (below < (flat.shape[2] + 1) // 2).sum(2, keepdim=True).to(flat.dtype)
 
 
 def corrupted(frames: Tensor, share: float, channels: int, values: int = 256) -> Tensor:
-    """Bytes (batch, k * channels, h, w) with a share of them replaced by the median of their frame."""
+    """Frames (batch, k * channels, h, w) with a random share of their bytes replaced by the frame's median."""
     flat = frames.unflatten(1, (-1, channels)).flatten(2)  # (batch, k, bytes of a frame)
     median = counted_median(flat, values) if flat.is_cuda else flat.median(2, keepdim=True).values
     noisy = torch.where(torch.rand(flat.shape, device=frames.device) < share, median, flat)
@@ -65,8 +65,8 @@ def corrupted(frames: Tensor, share: float, channels: int, values: int = 256) ->
 
 
 def shifted(frames: Tensor, most: int) -> Tensor:
-    """Frames (batch, k, h, w), those of a sample moved by up to `most` pixels in any direction, the rims repeated. What
-    is worth a reward does not hang on the spot, but a head that sees few rewards learns their spots by heart."""
+    """Frames (batch, k, h, w), each sample moved by up to `most` pixels in any direction, edges repeated. This keeps a
+    head that sees few rewards from memorising their positions."""
 
     def places(length: int) -> Tensor:  # (batch, length)
         offset = torch.randint(-most, most + 1, (len(frames), 1), device=frames.device)
@@ -79,28 +79,28 @@ def shifted(frames: Tensor, most: int) -> Tensor:
 
 
 def descend(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
-    """A step with a gradient whose norm, which is returned, is scaled down to the limit."""
-    if isinstance(optimizer, Adafactor):  # has the limit built in
+    """One optimiser step with the gradient clipped to norm `limit`; returns the norm before clipping."""
+    if isinstance(optimizer, Adafactor):  # clips by itself
         optimizer.step()
         return optimizer.norm
     return clipped_step(optimizer, 1, limit)
 
 
 class RunningMean:
-    """A mean of the weights along a phase, which the phase ends with. At a constant pace weights never come to rest,
-    and what the last updates did to them would be the world of all dreams."""
+    """A running mean of the weights, which replaces them at the end of a phase. With a constant learning rate weights
+    never settle, and all dreams would depend on what the last few updates happened to do."""
 
     def __init__(self, weights: Iterable[Tensor], decay: float, every: int = AVERAGED, closely: int = 4):
-        self.weights, self.decay, self.every = list(weights), decay, every  # decay: for an update; 0: no mean
-        self.closely = closely  # the mean is one of the last 1/closely of a phase, while that is less than decay's
+        self.weights, self.decay, self.every = list(weights), decay, every  # decay per update; 0: no mean
+        self.closely = closely  # the mean covers about the last 1/closely of the phase, or decay's span if shorter
         self.means: list[Tensor] = []
 
     def _now(self) -> list[Tensor]:
-        return [w.detach() for w in self.weights]  # asked anew: an optimiser may have moved them
+        return [w.detach() for w in self.weights]  # not cached: an optimiser may have moved their storage
 
     def follow(self, k: int) -> None:
-        """Before update k of a phase, a multiple of `every`. At first it follows closely, so that it soon forgets
-        where the weights came from."""
+        """Called before update k of a phase, a multiple of `every`. The mean follows closely at first, so that it soon
+        forgets the initial weights."""
         if self.decay:
             n = k // self.every
             if n == 0 or not self.means:
@@ -123,14 +123,14 @@ class RunningMean:
 
 class WorldTrainer:
     """Batches hold `frames` (batch, stack, h, w), `actions`, `next_frames`, `values` (NaN: unknown), `continues`,
-    `rewards`, and `first`: (batch,) booleans, true where a sequence begins and the real frames are taken up.
-    (In rgb frames are (batch, 3 stack, h, w) and next frames (batch, 3, h, w).)"""
+    `rewards`, and `first`: (batch,) booleans, true where a sequence starts and its real frames are loaded.
+    (In rgb, frames are (batch, 3 stack, h, w) and next frames (batch, 3, h, w).)"""
 
     def __init__(
         self,
         world: World,
         *,
-        online: bool = False,  # learn rewards here too
+        online: bool = False,  # train the reward head here too
         noise: float = 0.05,
         decay: int = 22_250,
         rollout: int = 50,
@@ -145,7 +145,7 @@ class WorldTrainer:
         self.mean = RunningMean(learns, average)
         self.device = world.embed.weight.device
         compile = self.device.type == "cuda" if compile is None else compile
-        # the reward head stands still unless `online`: it then has no gradient here
+        # unless `online`, the reward head gets no gradient here and does not move
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             "world": adam(world.parameters(), lr, flat=False)
             if lr
@@ -156,11 +156,11 @@ class WorldTrainer:
         palette = world.shape.pixels == "palette"
         self.channels, self.values = (1, world.shape.palette) if palette else (3, 256)
         self.done = torch.zeros((), device=self.device)  # updates so far
-        self.context: Tensor | None = None  # what the model sees: true and own frames
+        self.context: Tensor | None = None  # the frames that the model sees: true ones and its own
         self.class_weights: Tensor | None = None
 
     def use_focal_loss(self, counts: Tensor) -> None:
-        """Counts of rewards -1, 0, 1 so far: from now on weigh the online reward loss by them."""
+        """From now on the online reward loss is the focal loss, weighted by these counts of rewards -1, 0, 1."""
         weights = focal_weights(counts).to(self.device)
         self.class_weights = weights if self.class_weights is None else self.class_weights.copy_(weights)
 
@@ -174,26 +174,26 @@ class WorldTrainer:
         epsilon = truth_share(self.done - self.done % self.rollout, self.decay)
         found = self._learn(context, batch, epsilon)
         own, true = (f.reshape(len(f), channels, *f.shape[-2:]) for f in (found["next_frame"], batch["next_frames"]))
-        told = torch.rand(len(first), 1, 1, 1, device=self.device) < epsilon
-        newest = self._noisy(torch.where(told, true, own))
+        keep_true = torch.rand(len(first), 1, 1, 1, device=self.device) < epsilon
+        newest = self._noisy(torch.where(keep_true, true, own))
         self.context.copy_(torch.cat([context[:, channels:], newest], 1))
         return self._metrics(found, epsilon)
 
     def update_teacher(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One update on true frames only, which need no order: for large batches while epsilon is near 1."""
+        """One update on true frames only, which need no sequence."""
         epsilon = truth_share(self.done - self.done % self.rollout, self.decay)
         return self._metrics(self._learn(self._noisy(batch["frames"]), batch, epsilon), epsilon)
 
     def step(
         self,
         frames: Tensor,  # (batch, stack + steps, h, w); rgb: (batch, 3 (stack + steps), h, w)
-        actions: Tensor,  # (batch, steps), as all that follow
+        actions: Tensor,  # (batch, steps), as values, continues and rewards
         values: Tensor,
         continues: Tensor,
-        time: Tensor,  # (1,) which step; 0 begins the sequence
+        time: Tensor,  # (1,) index of the step; 0 starts the sequence
         rewards: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """`update` for whoever holds whole sequences: picks the step's own rows on the device."""
+        """`update` on step `time` of whole sequences; picks its rows on the device."""
         seen = self.world.shape.stack * self.channels
         rows = time * self.channels + torch.arange(seen + self.channels, device=self.device)
         window = frames.index_select(1, rows)
@@ -225,8 +225,8 @@ class WorldTrainer:
         return found
 
     def _metrics(self, found: dict[str, Tensor], epsilon: Tensor) -> dict[str, Tensor]:
-        told = found | {"epsilon": epsilon}
-        return {name: value.detach().view(1) for name, value in told.items() if name != "next_frame"}
+        shown = found | {"epsilon": epsilon}
+        return {name: value.detach().view(1) for name, value in shown.items() if name != "next_frame"}
 
     def training_state(self) -> dict[str, Tensor]:
         context = {} if self.context is None else {"context": self.context}
@@ -241,9 +241,9 @@ class WorldTrainer:
 
 
 class RewardTrainer:
-    """Batches hold `frames`, `actions` and `rewards` (-1, 0, 1). `trunk`, for example the dreams' snapshot of the
-    world, makes the maps; the head that learns is the world's own. A head that reads frames learns from those that the
-    trunk tells, not from those that came: so it learns how far to trust them."""
+    """Batches hold `frames`, `actions` and `rewards` (-1, 0, 1). `trunk`, for example the snapshot of the world for
+    dreams, makes the inputs of the head; the head that learns is the world's own. A head that reads frames is trained
+    on next frames that the trunk predicts, not on the true ones, so it learns how far to trust them."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class RewardTrainer:
         *,
         trunk: World | None = None,
         focal: bool = False,
-        shift: int = 0,  # pixels that frames are moved by, at random
+        shift: int = 0,  # most pixels that frames are moved by, at random
         max_norm: float = 1.0,
         average: float = 0.0,
         compile: bool | None = None,
@@ -266,7 +266,7 @@ class RewardTrainer:
         self.reads_frames = world.shape.reward_head == "frames"
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             "reward": adam(parameters, FRAMES_LR, weight_decay=FRAMES_DECAY)
-            if self.reads_frames  # Adafactor learns at half the pace here
+            if self.reads_frames  # with Adafactor it learns at half the speed
             else Adafactor(parameters, max_norm=max_norm, compile=compile)
         }
         self.class_weights = torch.ones(3, device=self.device)
@@ -282,13 +282,13 @@ class RewardTrainer:
 
     def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         frames, actions, optimizer = batch["frames"], batch["actions"], self.optimizers["reward"]
-        told = [self.tell(frames, actions)] if self.reads_frames else []
+        predicted = [self.tell(frames, actions)] if self.reads_frames else []
         if self.shift:
-            parts = [frames, *(t.view(len(t), -1, *t.shape[-2:]) for t in told)]
+            parts = [frames, *(t.view(len(t), -1, *t.shape[-2:]) for t in predicted)]
             frames, *moved = shifted(torch.cat(parts, 1), self.shift).split([p.shape[1] for p in parts], 1)
-            told = [m.reshape(t.shape) for m, t in zip(moved, told, strict=True)]
+            predicted = [m.reshape(t.shape) for m, t in zip(moved, predicted, strict=True)]
         optimizer.zero_grad(set_to_none=True)
-        loss, accuracy = self.loss(*self.features(frames, actions, *told), batch["rewards"].long() + 1)
+        loss, accuracy = self.loss(*self.features(frames, actions, *predicted), batch["rewards"].long() + 1)
         loss.backward()
         descend(optimizer, self.max_norm)
         return {"loss": loss.detach().view(1), "accuracy": accuracy.view(1)}
