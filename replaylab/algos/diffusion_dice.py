@@ -1,15 +1,15 @@
-"""Diffusion-DICE (Mao et al., 2024): a diffusion policy that never asks about actions it has not seen.
+"""Diffusion-DICE (Mao et al., 2024): guide a diffusion policy with values learned from logged actions only.
 
-    behaviour   a diffusion model of the logged actions, by its score
-    values      V(s) and Q(s, a) from logged actions alone; how much better than usual an action is: y = (Q - V) / alpha
-    weights     w = f*'(y) says how much likelier the better policy takes a logged action than the data does
-    guidance    W(a_t, t, s) = log E[w | a_t, s]: what the score lacks to be that of the better policy
-    acting      draw `candidates` actions with score + guidance * grad W, keep the one that Q likes best
+    behaviour   a score network for the logged actions: grad log pi_D(a_t | s) at noise level t
+    values      V minimises E[f*(y) + V / alpha] with y = (Q - V) / alpha; Q -> r + gamma V(s')   (models/sdice.py)
+    weights     w = f*'(y) = pi*(a | s) / pi_D(a | s), how much likelier the optimal policy takes a logged action
+    guidance    W(a_t, t, s) = log E[w | a_t, s]; score + grad W is the score of the optimal policy
+    acting      draw `candidates` actions with score + guidance * grad W, then select the one with the highest Q
 
-Guidance keeps the candidates where data is, so the choice by Q is one among actions that Q knows. The behaviour and the
-values know nothing of each other: they are trained in turn, side by side, or in separate runs. Everything about acting
-is chosen afterwards (`diffusion_dice_acting.py`). Networks are in `models/score.py`, the sampler in `models/solver.py`.
-With `--backup model` a Q is not learnt but foretold (`diffusion_dice_foresight.py`).
+Guidance keeps the candidates near the data, so Q has to rank only actions of a kind it was trained on. Behaviour and
+values do not depend on each other: they are trained in turn, together, or in separate runs. All settings of acting can
+be changed after training (`diffusion_dice_acting.py`). The networks are in `models/score.py`, the sampler is in
+`models/solver.py`. With `--backup model` Q is not learned but computed one step ahead (`diffusion_dice_foresight.py`).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from replaylab.models.termination import family
 from replaylab.run import RunFolder
 from replaylab.tensors import under
 
-SHAPES_KEPT = 4  # batch shapes whose captured samplers are kept
-RETURNS_LR = 1e-3  # of the estimate of the data's return
-LOOKED_AT = 600  # actions of each kind in the picture of a bandit
+SHAPES_KEPT = 4  # (batch size, acting settings) whose captured samplers are kept
+RETURNS_LR = 1e-3  # learning rate of the estimate b(s) of the data's return
+LOOKED_AT = 600  # actions of each kind in the plot of a bandit
 
 
 def usual_preset(episodes: Episodes) -> str | None:
-    """The one to take when none is named: by what the data calls itself."""
+    """The preset for this data, by its name, when the user names none."""
     name = name_of(episodes)
     for word, preset in (("toy-bandit", "toy"), ("antmaze", "antmaze"), ("pointmaze", "maze")):
         if word in name:
@@ -63,12 +63,12 @@ def usual_preset(episodes: Episodes) -> str | None:
 
 
 def needs(config: Config) -> list[str]:
-    """Run folders that a run cannot begin without; one that is resumed can."""
+    """Run folders that a new run needs; a resumed one has its own copy."""
     return [] if config.behavior is None else [config.behavior]
 
 
 def counters(config: Config) -> dict[str, int]:
-    """Updates of a whole run."""
+    """The number of updates of each part in a whole run."""
     found = {} if config.stage == "critic" else {"behavior_steps": config.behavior_steps}
     if config.stage != "behavior":
         found |= {"returns_steps": returns_steps(config), "critic_steps": config.critic_steps}
@@ -76,12 +76,12 @@ def counters(config: Config) -> dict[str, int]:
 
 
 def returns_steps(config: Config) -> int:
-    """Models foretell rewards and states, which V takes as they are."""
+    """0 with `--backup model`, which predicts unshaped rewards."""
     return 0 if config.backup == "model" else config.returns_steps
 
 
 def usual_guidance(name: str) -> float:
-    """The original's table, by what the data's name says."""
+    """The default guidance weight, from the original's table, by the name of the data."""
     if "maze" in name:
         return 4.0 if "large" in name else 2.0 if "medium" in name else 1.0
     return 1.0 if "toy-bandit" in name else 2.0 if "expert" in name else 4.0
@@ -111,17 +111,17 @@ class Agent(nn.Module):
         self.register_buffer("high", torch.tensor(spaces.action_high))
         self.register_buffer("usual_guidance", torch.ones(()))
         self.register_buffer("returns_done", torch.zeros((), dtype=torch.int64))
-        for part in ("behavior", "critic"):  # updates so far; where the random numbers begin
+        for part in ("behavior", "critic"):  # updates so far, and the keys of the random numbers
             self.register_buffer(f"{part}_done", torch.zeros((), dtype=torch.int64))
             self.register_buffer(f"{part}_keys", keys(seeds, part == "critic"), persistent=False)
         self.to(device)
         self.optimizers = self._optimizers()
         self.samplings: dict[tuple, Sampling] = {}
-        self.data_actions: Tensor | None = None  # some, where the data has one state and can be drawn
+        self.data_actions: Tensor | None = None  # a sample, if the data has one state and can be plotted
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Settings of acting that a behaviour model alone has no use for."""
+        """Acting settings that have no effect on a behaviour model alone."""
         return ("guidance", "candidates", "filter", "temperature", "aggregate") if self.guide is None else ()
 
     def _networks(self) -> None:
@@ -141,7 +141,7 @@ class Agent(nn.Module):
             self.foresight = Foresight(config, self.seeds, state, action)
             return
         if config.returns_steps:
-            one = generators([0])  # of the data, so one for all seeds
+            one = generators([0])  # depends on the data alone, so all seeds share it
             hidden = config.hidden
             self.returns = Value(one, state, hidden) if self.exact else MLP(one, state, hidden, 1)
         self.value = Value(own, state, config.hidden)
@@ -169,15 +169,15 @@ class Agent(nn.Module):
     # --- learning
 
     def _descend(self, name: str, output: Tensor, slope: Tensor) -> None:
-        """One optimiser step, from the slope of the loss in a network's output."""
+        """One optimiser step, given the gradient of the loss with respect to a network's output."""
         self.optimizers[name].zero_grad(set_to_none=True)
         output.backward(slope)
         self.optimizers[name].step()
 
     def _set_rates(self, rates: dict[str, float], least: float, done: Tensor, steps: int) -> None:
-        """Learning rates along a cosine."""
+        """Let learning rates fall along a cosine, down to `least`."""
         cosine = (1 + torch.cos(done * (math.pi / steps))) / 2
-        # in every update, so each rate is worked out once, whoever shares it
+        # runs in every update, so a shared rate is computed once
         now = {rate: min(rate, least) + max(rate - least, 0.0) * cosine for rate in set(rates.values())}
         for name, rate in rates.items():
             self.optimizers[name].param_groups[0]["lr"].copy_(now[rate])
@@ -186,7 +186,7 @@ class Agent(nn.Module):
     def _noise(
         key: Tensor, done: Tensor, actions: Tensor, copies: int = 1, power: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """A time for each row, (seeds, batch, 1), and noise for each of its copies, (seeds, batch * copies, action)."""
+        """A diffusion time per row, (seeds, batch, 1), and noise for its copies, (seeds, batch * copies, action)."""
         members, batch, width = actions.shape
         drawn = uniforms(key, done, whole(batch * (1 + copies * width)))
         times, noise = own(drawn, [batch, batch * copies * width])
@@ -205,7 +205,7 @@ class Agent(nn.Module):
         error = output.detach() + noise
         if config.behavior_lr_decay:
             self._set_rates({"score": config.behavior_lr}, 0.0, self.behavior_done, config.behavior_steps)
-        self._descend("score", output, error * (2 / error.shape[1]))  # of the sum over an action, the mean over rows
+        self._descend("score", output, error * (2 / error.shape[1]))  # sum over action dimensions, mean over rows
         if self.average is not None:
             with torch.no_grad():
                 slow, fast = tuple(self.average.parameters()), tuple(self.score.parameters())
@@ -215,13 +215,13 @@ class Agent(nn.Module):
 
     def returns_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         self._set_rates({"returns": RETURNS_LR}, 0.0, self.returns_done, self.config.returns_steps)
-        told, error = self.usual.error(batch["observations"], batch["row"])
-        self._descend("returns", told, error * (2 / error.shape[1]))
+        estimate, error = self.usual.error(batch["observations"], batch["row"])
+        self._descend("returns", estimate, error * (2 / error.shape[1]))
         self.returns_done += 1
         return {"returns_error": error.square().mean(1).expand(len(self.seeds))}
 
     def critic_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Values, then the guidance towards what is better than usual."""
+        """One update of the values, then of the guidance, whose weights w come from the values."""
         config, actions = self.config, batch["actions"]
         states, following = self.seen(batch["observations"]), self.seen(batch["next_observations"])
         if config.lr_decay:
@@ -243,8 +243,8 @@ class Agent(nn.Module):
     def _learn_values(
         self, batch: dict[str, Tensor], states: Tensor, following: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """V, then Q towards the new V, then the targets: in the original's order. y of the rows after that, and
-        metrics, in which y is that of before, which V learnt from."""
+        """Update V, then Q towards the new V, then the target networks, in the original's order. Returns y after these
+        updates, and metrics; the y among them is the one before, from which V learned."""
         config, actions, size = self.config, batch["actions"], batch["actions"].shape[1]
         value = self.value(states)
         v_loss, slope, before = value_loss(value.detach(), self._target(states, actions), config.alpha)
@@ -274,7 +274,7 @@ class Agent(nn.Module):
             return self.critics.target(states, actions)
 
     def _precision(self) -> torch.autocast:
-        """Of the products in the Qs and the guidance; sums, losses and V are float32 in any case."""
+        """Applies to the matrix products of Q and guidance; sums, losses and V are always float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def both_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -282,7 +282,7 @@ class Agent(nn.Module):
         return self.behavior_update(batch) | self.critic_update(other)
 
     def energies(self, states: Tensor, actions: Tensor) -> Tensor:
-        """W of noisy copies of the actions, (seeds, batch, copies); the copies of a row share a time."""
+        """W of noisy copies of the actions, (seeds, batch, copies); the copies of one row share their time t."""
         assert self.guide is not None
         config = self.config
         time, noise = self._noise(self.critic_keys, self.critic_done, actions, config.noise_copies, config.time_power)
@@ -294,7 +294,7 @@ class Agent(nn.Module):
     # --- acting
 
     def judge(self, states: Tensor, actions: Tensor) -> Tensor:
-        """What each Q thinks of actions in standardised states: (seeds, judges, rows)."""
+        """Each Q of actions in standardised states: (seeds, judges, rows)."""
         if self.foresight is None:
             return self.critics.judge(states, actions)
         raw = states * self.normalizer.std + self.normalizer.mean if self.config.normalize else states
@@ -306,7 +306,7 @@ class Agent(nn.Module):
 
     @property
     def effort(self) -> int:
-        """What an answer costs beside a network's one pass, about: whoever asks often asks less often."""
+        """Rough cost of an action in network passes; evaluations that ask often then ask less often."""
         return 2 * self.config.candidates
 
     @torch.no_grad()
@@ -320,8 +320,8 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def findings(self) -> dict[str, Any]:
-        """The guidance that was used; and for data of one state with actions in the plane, which can be looked at,
-        what each way of acting does (the first seed's actions, and what Q thinks of each)."""
+        """For the report: the guidance weight. If the data has one state and two-dimensional actions, also the actions
+        of each way of acting with their Q (first seed), to plot."""
         kept, many = self.config, self.config.candidates
         usual = float(self.usual_guidance) if kept.guidance is None else kept.guidance
         found: dict[str, Any] = {"guidance": usual}
@@ -371,13 +371,13 @@ class Agent(nn.Module):
         found = [*self._before(episodes, store), *found]
         if config.stage == "critic":
             if RunFolder(str(config.behavior)).exists():
-                self._load_behavior()  # at once: what does not fit is said before any folder is touched
+                self._load_behavior()  # now: a mismatch must raise before any folder is touched
             else:
-                found[0].begin = self._load_behavior  # a run that is resumed has its own copy
+                found[0].begin = self._load_behavior  # not called when resuming: the run has its own copy
         return found
 
     def _before(self, episodes: Episodes, store: Store) -> list[Phase]:
-        """What values build on."""
+        """The phase that comes before the values: models of a step, or the estimate b(s) of the data's return."""
         config = self.config
         if self.foresight is not None:
             phase = self.foresight.phase(episodes, self.device)
@@ -387,10 +387,10 @@ class Agent(nn.Module):
         if not config.returns_steps:
             return []
 
-        def told(observations: Tensor) -> Tensor:
+        def estimate(observations: Tensor) -> Tensor:
             return self.returns(self.seen(observations)).view(1, -1)
 
-        self.usual = UsualReturn(told, episodes, store, config, self.exact)
+        self.usual = UsualReturn(estimate, episodes, store, config, self.exact)
         rows = Numbered(store, [0], config.batch_size, stream=2, next_observations=False)
         phase = Phase("returns", config.returns_steps, rows, self.returns_update, evaluates=False)
         phase.finish = self.usual.shape
@@ -400,14 +400,14 @@ class Agent(nn.Module):
         return {} if self.foresight is None else self.foresight.training_state()
 
     def load_training_state(self, tensors: dict[str, Tensor]) -> None:
-        """Rewards are no part of a checkpoint: they are shaped again."""
+        """Shaped rewards are not in the checkpoint, so they are computed again."""
         if 0 < returns_steps(self.config) <= self.returns_done:
             self.usual.shape()
         if self.foresight is not None:
             self.foresight.load_training_state(tensors)
 
     def _together(self, behavior: Phase, critic: Phase) -> list[Phase]:
-        """Both in one update while both last, then the longer one alone. Each draws what it draws in turn."""
+        """One update for both as long as both last, then the longer one alone; each draws the same as in turn."""
         shared = min(behavior.steps, critic.steps)
         both = Phase("both", shared, Pair(behavior.sampler, critic.sampler), self.both_update)
         longer = max(behavior, critic, key=lambda phase: phase.steps)
@@ -415,7 +415,7 @@ class Agent(nn.Module):
         return [both, rest] if rest.steps else [both]
 
     def _load_behavior(self) -> None:
-        """The behaviour model of another run: each seed takes the one of the same seed, or the only one."""
+        """Load the behaviour model of another run: that of the same seed, or the only one there is."""
         run = RunFolder(str(self.config.behavior)).require()
         members, stored = run.places(self.seeds, alone=True), run.weights()
         found = under("average." if "average.out.bias" in stored else "score.", stored)
@@ -438,7 +438,7 @@ class Agent(nn.Module):
         except RuntimeError as error:
             width = run.config().get("behavior_width")
             raise UsageError(f"{run.path} has another width: pass --behavior-width {width}") from error
-        self.normalizer.load_state_dict(under("normalizer.", stored))  # it must see states as it learnt them
+        self.normalizer.load_state_dict(under("normalizer.", stored))  # the model must see states as in its training
         done, steps = int(stored["behavior_done"]), run.config()["behavior_steps"]
-        if done < steps and run.config()["stage"] != "critic":  # which has a finished one's copy
+        if done < steps and run.config()["stage"] != "critic":  # a critic run has a copy of a finished one
             self.notes.append(f"the behaviour model of {run.path} was stopped at update {done:,} of {steps:,}")

@@ -1,4 +1,4 @@
-"""How a trained Diffusion-DICE acts: draw candidates with score and guidance, keep the one that Q likes best."""
+"""How a trained Diffusion-DICE acts: draw candidates with score + guidance * grad W, then select one by Q."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replaylab.step import Graph
 
 
 class Sampling:
-    """One way of acting, for one shape of batch: states in, chosen actions out; on CUDA one captured graph."""
+    """Maps states to selected actions, for one batch size and one set of acting settings; on CUDA, one graph."""
 
     def __init__(self, agent: Any, rows: int):
         self.agent, config = agent, agent.config
@@ -25,7 +25,7 @@ class Sampling:
         self.scale = agent.usual_guidance if config.guidance is None else torch.tensor(config.guidance, device=device)
         self.states = torch.zeros(members, rows, agent.sizes[0], device=device)
         self.noise = torch.zeros(members, rows * self.candidates, agent.sizes[1], device=device)
-        self.races = torch.zeros(members, rows, self.candidates, device=device)  # exponential clocks of the softmax
+        self.races = torch.zeros(members, rows, self.candidates, device=device)  # exponential noise, for the softmax
         self.actions = torch.zeros(members, rows, agent.sizes[1], device=device)
         self.graph = Graph(self._body, device)
 
@@ -53,7 +53,7 @@ class Sampling:
         agent, config = self.agent, self.agent.config
         values = agent.judge(states.repeat_interleave(self.candidates, 1), actions)  # (seeds, judges, ...)
         score = aggregated(values, config.aggregate).view(self.races.shape)
-        if config.filter == "softmax":  # the largest of score / temperature + Gumbel noise is a draw
+        if config.filter == "softmax":  # argmax(score / temperature + Gumbel noise) is a sample
             score = score / config.temperature - self.races.log()
         best = score.argmax(-1)[..., None, None].expand(-1, -1, 1, actions.shape[-1])
         return actions.view(*self.races.shape, -1).gather(2, best)[:, :, 0]

@@ -1,15 +1,15 @@
-"""Diffusion-DICE that looks one step ahead: Q(s, a) = r + gamma V(s'), with s' and r as logged, or as models tell them.
+"""Diffusion-DICE that looks one step ahead: Q(s, a) = r + gamma V(s'), with r and s' logged or predicted by a model.
 
-A Q that is learnt from logged actions alone ranks the candidates of a state poorly: they differ by a hundredth of what
-states differ by. A model of one step knows little more than physics, and V does the rest. So there is no Q here:
+A Q learned from logged actions alone ranks the candidates of a state poorly: their values differ a hundred times less
+than those of states. A model of one step only has to learn the physics; V does the rest. So there is no Q network:
 
-    values     each V learns from r + gamma V(s') of logged rows, with the same loss as before; V(s') is the mean of
-               several, slowly moving: a single V, asked for the better half of its own errors, climbs on them
-    models     an ensemble of Gaussians for (s' - s, r), as MOPO has it; only its means are used
-    choosing   each model judges each candidate by the reward and by the value of the state that it foretells
+    values      each V learns from r + gamma V(s') of logged rows, with the loss of models/sdice.py; V(s') is the mean
+                of several target networks: a single V, which prefers its own optimistic errors, would climb on them
+    models      an ensemble of Gaussians for (s' - s, r), as in MOPO; only the means are used
+    selection   Q of a candidate by each model is its predicted reward plus gamma times V of its predicted state
 
-Models of the world are no part of the paper. Like a Q they are asked about candidates, which guidance draws near the
-data. They want steps that are nearly deterministic, and episodes that do not end by themselves: models foretell no end.
+Models of a step are not part of the paper. Like a Q, they are evaluated at candidates, which guidance keeps near the
+data. They need nearly deterministic steps and episodes that never terminate: the models do not predict ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from replaylab.models.mlp import generators
 from replaylab.models.sdice import Value, spread, value_loss
 from replaylab.tensors import under
 
-Descend = Callable[[str, Tensor, Tensor], None]  # an optimiser's name, a network's output, the loss's slope in it
+Descend = Callable[[str, Tensor, Tensor], None]  # optimiser's name, network's output, loss gradient in it
 
 
 class Foresight(nn.Module):
@@ -40,7 +40,7 @@ class Foresight(nn.Module):
         self.value = Value(generators(seeds, config.values), state, config.hidden)
         self.slow = copy.deepcopy(self.value).requires_grad_(False)
         self.dynamics = Dynamics(seeds, state, action, config.model_hidden, config.models, config.models)
-        self.fit: Fit | None = None  # until the models are done
+        self.fit: Fit | None = None  # None once the models are trained
 
     # --- the models
 
@@ -70,7 +70,7 @@ class Foresight(nn.Module):
         if self.fit is not None and "fit.best" in tensors:
             self.fit.load(under("fit.", tensors))
         else:
-            self.fit = None  # they were done
+            self.fit = None  # the models are trained
 
     # --- the values
 
@@ -80,16 +80,16 @@ class Foresight(nn.Module):
     def learn(
         self, descend: Descend, batch: dict[str, Tensor], states: Tensor, following: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Each V towards what was logged and the slow Vs of the state that came. y of the rows, and metrics."""
+        """One update of each V towards r + gamma V(s') with the target networks. Returns y of the rows, and metrics."""
         config = self.config
         goal = self.goal(batch["rewards"], batch["terminated"], following)
         values = self.values(self.value, states)
-        told = values.detach()
-        loss, slope, _ = value_loss(told.flatten(0, 1), goal.repeat_interleave(config.values, 0), config.alpha)
+        now = values.detach()
+        loss, slope, _ = value_loss(now.flatten(0, 1), goal.repeat_interleave(config.values, 0), config.alpha)
         descend("value", values, slope.view(values.shape))
         self.track()
-        y = (goal - told.mean(1)) / config.alpha
-        found = {"value_loss": loss.view(told.shape[:2]).mean(1), "value": told.mean((1, 2))}
+        y = (goal - now.mean(1)) / config.alpha
+        found = {"value_loss": loss.view(now.shape[:2]).mean(1), "value": now.mean((1, 2))}
         return y, found | spread("y", y)
 
     @torch.no_grad()
@@ -103,11 +103,11 @@ class Foresight(nn.Module):
     # --- choosing
 
     def judge(self, observations: Tensor, actions: Tensor, seen: Callable[[Tensor], Tensor]) -> Tensor:
-        """What each model thinks: (seeds, rows, ...) -> (seeds, models, rows). V sees states through `seen`."""
+        """Q by each model: (seeds, rows, ...) -> (seeds, models, rows). `seen` standardises states for V."""
         seeds, models = len(observations), self.config.models
         inputs = self.dynamics.inputs(observations, actions).repeat_interleave(models, 0)
-        told, _ = self.dynamics.predict(inputs, self.dynamics.networks(elites_only=True))
-        change, rewards = told.unflatten(0, (seeds, models)).split([observations.shape[-1], 1], -1)
+        means, _ = self.dynamics.predict(inputs, self.dynamics.networks(elites_only=True))
+        change, rewards = means.unflatten(0, (seeds, models)).split([observations.shape[-1], 1], -1)
         following = seen(observations[:, None] + change)  # (seeds, models, rows, state)
         ahead = self.values(self.value, following.flatten(1, 2)).mean(1).view(rewards.shape[:3])
         return rewards[..., 0] + self.config.gamma * ahead

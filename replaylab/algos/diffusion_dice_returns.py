@@ -1,11 +1,12 @@
-"""What a logged step is worth to Diffusion-DICE: how much better it went than usual.
+"""Reward shaping for Diffusion-DICE: replace r by r + gamma b(s') - b(s), where b(s) is the return of the log.
 
-b(s) is the discounted return of the log itself, learnt first, and r + gamma b(s') - b(s) takes the place of r. Such a
-potential (Ng et al., 1999) changes no policy. Q and V are then corrections to b; otherwise they have to tell apart
-actions that differ by less than one where states differ by a hundred, and begin far below the truth.
+b is the expected discounted return of the logged behaviour, learned first. Shaping by a potential (Ng et al., 1999)
+does not change the optimal policy. Q and V then only learn corrections to b. Without it they would have to tell apart
+actions that differ by less than one among states that differ by a hundred, and would start far below the truth.
 
-With `backup data`, where Q is measured against b alone, b is learnt as well as can be. Where V goes on from b, a rough
-one may be better: in a maze the truth is -100 nearly everywhere, and V, which starts there, has all the way to climb.
+With `backup data` the shaped rewards become their own discounted sums (advantages over b), so b is fitted accurately.
+Where V continues from b, a rough fit can be better: in a maze the true return is -100 nearly everywhere, and a V that
+starts there has a long way to climb.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from torch import Tensor
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store
 
-PART = 65536  # rows at a time
+PART = 65536  # rows per forward pass
 
 
 class UsualReturn:
-    """b(s), from observations (1, batch, dims) to (1, batch)."""
+    """b(s): observations (1, batch, dims) -> (1, batch)."""
 
     def __init__(
         self,
@@ -40,9 +41,9 @@ class UsualReturn:
         self.rewards = store.rewards.clone()
         to_go = episodes.returns_to_go(self.gamma).astype(np.float32)
         self.mean, self.scale = 0.0, 1.0
-        if exact:  # the network's own numbers are near one: it learns a thousand no slower than a tenth
+        if exact:  # the network learns standardised returns, so their scale does not matter
             self.mean, self.scale = float(to_go.mean()), max(float(to_go.std()), 1e-6)
-        # an episode that was cut goes on unseen: what its end is worth is part of the return
+        # a truncated episode would have gone on, so its return is bootstrapped with b of its last state
         last, ids = episodes.last_rows, episodes.episode_ids
         ends = np.where(episodes.final_known[:, None], episodes.final_observations, episodes.observations[last])
         left = self.gamma ** (last[ids] - np.arange(len(episodes)) + 1.0) * ~episodes.terminated[last][ids]
@@ -54,15 +55,15 @@ class UsualReturn:
         return self.mean + self.scale * self.network(observations)
 
     def error(self, observations: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What it tells of these rows, and how far off that is."""
-        told = self(observations)
+        """b(s) of these rows, and its error: b(s) - return of the log."""
+        estimate = self(observations)
         with torch.no_grad():
             beyond = self(self.ends[self.store.episode_ids[rows]])
-        return told, told.detach() - self.to_go[rows] - self.left[rows] * beyond
+        return estimate, estimate.detach() - self.to_go[rows] - self.left[rows] * beyond
 
     @torch.no_grad()
     def shape(self) -> None:
-        """Change the store's rewards."""
+        """Replace the rewards in the store by the shaped ones."""
         store = self.store
         for part in torch.arange(len(self.rewards), device=self.rewards.device).split(PART):
             here, there = self(torch.cat([store.observations(part), store.next_observations(part)])[None])[0].chunk(2)
@@ -73,7 +74,7 @@ class UsualReturn:
             store.rewards.copy_(torch.as_tensor((gains / max(gains.std(), 1e-6)).astype(np.float32)))
 
     def _gains(self, surprises: np.ndarray) -> np.ndarray:
-        """How much better than b all went that followed, a sum that fades with the trace."""
+        """Advantages over b (GAE, lambda = trace): the sum of (gamma trace)^k times the shaped reward k steps later."""
         log = self.episodes
-        surprises[log.last_rows[~log.final_known & ~log.terminated[log.last_rows]]] = 0  # what came next is not known
+        surprises[log.last_rows[~log.final_known & ~log.terminated[log.last_rows]]] = 0  # their next state is unknown
         return replace(log, rewards=surprises).returns_to_go(self.gamma * self.trace)

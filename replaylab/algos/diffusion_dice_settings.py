@@ -1,4 +1,4 @@
-"""Settings of Diffusion-DICE and their presets."""
+"""Diffusion-DICE's settings and presets."""
 
 from __future__ import annotations
 
@@ -17,66 +17,66 @@ BACKUPS = ("values", "data", "model")
 class Config(Settings):
     """Diffusion-DICE."""
 
-    stage: str = knob("both", "what to train", ("both", "behavior", "critic"))
-    behavior: str | None = knob(None, "run folder of `--stage behavior`, for `--stage critic`")
-    schedule: str = knob("in-turn", "behaviour before values, or both in one update", ("in-turn", "together"))
-    behavior_steps: int = knob(100_000, "updates of the behaviour model", COUNT)
+    stage: str = knob("both", "which part to train", ("both", "behavior", "critic"))
+    behavior: str | None = knob(None, "with `--stage critic`: run folder that has the behaviour model")
+    schedule: str = knob("in-turn", "train behaviour before values, or both in one update", ("in-turn", "together"))
+    behavior_steps: int = knob(100_000, "behaviour model updates", COUNT)
     critic_steps: int = knob(300_000, "updates of values and guidance", COUNT)
-    fidelity: str = knob("improved", "original: its range of returns and first weights", ("improved", "original"))
-    rewards: str = knob("auto", "range: divided by the range of returns; maze: 0 or -1", RULES)
+    fidelity: str = knob("improved", "original: its reward scaling and initial weights", ("improved", "original"))
+    rewards: str = knob("auto", "range: divide by the range of returns; maze: 0 or -1; raw: as logged; auto: by name", RULES)
     normalize: bool = knob(True, "standardise observations with the data's mean and deviation; the original does not")
     returns_steps: int = knob(
-        5000, "updates of an estimate of the data's return, on which values build; 0: none", FROM_0
+        5000, "updates of b(s), the data's return, which shapes the rewards; 0: no shaping", FROM_0
     )
-    returns_exact: bool = knob(False, "learn that as well as can be, not roughly; always so with `--backup data`")
-    backup: str = knob("values", "Q over V; of the data, over its returns; or over V of a foretold state", BACKUPS)
+    returns_exact: bool = knob(False, "fit b(s) accurately, not roughly; always so with `--backup data`")
+    backup: str = knob("values", "target of Q: r + gamma V(s'), logged returns, or V after a model's step", BACKUPS)
     trace: float = knob(
-        0.9, "of `--backup data`: how far a return is logged rewards, not an estimate; 0: one step", SHARE
+        0.9, "with `--backup data`: lambda of its returns; 1: logged rewards only, 0: one step and b(s')", SHARE
     )
     # behaviour
-    behavior_batch: int = knob(4096, "rows a batch of the behaviour model", COUNT)
+    behavior_batch: int = knob(4096, "rows per batch of the behaviour model", COUNT)
     behavior_lr: float = knob(1e-4, "Adam's learning rate of the behaviour model", RATE)
-    behavior_lr_decay: bool = knob(True, "let it fall to zero along a cosine")
+    behavior_lr_decay: bool = knob(True, "let that learning rate fall to zero along a cosine")
     behavior_ema: float = knob(
-        0.0, "act with a running mean of its weights, of this decay (0.9999, say); 0: without", Within(0, 0.99999)
+        0.0, "act with a running mean of its weights with this decay, e.g. 0.9999; 0: no mean", Within(0, 0.99999)
     )
-    behavior_width: int = knob(512, "of its widest layers", Within(4))
+    behavior_width: int = knob(512, "width of its widest layers", Within(4))
     # values and guidance
-    alpha: float = knob(0.5, "how far from the data: small is greedy, large stays with the behaviour", RATE)
+    alpha: float = knob(0.5, "weight of staying near the data: small is greedy, large is cautious", RATE)
     gamma: float = knob(0.99, "discount", SHARE)
-    tau: float = knob(0.005, "how far the target values move to the values at each update", SHARE)
-    batch_size: int = knob(512, "rows a batch of values and guidance", COUNT)
-    noise_copies: int = knob(16, "noisy copies of each action for the guidance", COUNT)
-    least_weight: float = knob(1e-40, "of an action: how deep the guidance may think of it, the log of this", RATE)
-    time_power: float = knob(1.0, "times of that noise are drawn as u^power: above 1 more of them are early", RATE)
-    ensemble: int = knob(10, "further Qs to choose actions with; 0: the target values choose", FROM_0)
-    advantage: bool = knob(True, "the ensemble learns Q - V, and guides too; the original's learns Q and only chooses")
-    hidden: list[int] = knob([256, 256], "hidden layers of V and of each Q", COUNT)
-    values: int = knob(4, "of `--backup model`: Vs, whose mean is taken", COUNT)
-    models: int = knob(4, "of `--backup model`: models of one step, each of which judges", COUNT)
-    model_hidden: list[int] = knob([200, 200, 200, 200], "their hidden layers", COUNT)
-    model_epochs: int = knob(100, "at most so many passes over the data; they end when nothing improves", COUNT)
-    twins: str = knob("min", "what V learns from: the lesser of the two target Qs, or their mean", ("min", "mean"))
-    critic_norm: bool = knob(False, "LayerNorm in each Q too; the original has it in V alone")
-    guide_hidden: list[int] = knob([256, 256, 256, 256], "hidden layers of the guidance", COUNT)
+    tau: float = knob(0.005, "share by which target networks move towards the networks per update", SHARE)
+    batch_size: int = knob(512, "rows per batch of values and guidance", COUNT)
+    noise_copies: int = knob(16, "noisy copies of each action that the guidance learns from", COUNT)
+    least_weight: float = knob(1e-40, "lower limit of the weights w; the guidance W stays above its logarithm", RATE)
+    time_power: float = knob(1.0, "times of that noise are u^power: above 1, more copies have little noise", RATE)
+    ensemble: int = knob(10, "extra Q networks that select actions; 0: the target Qs select", FROM_0)
+    advantage: bool = knob(True, "the ensemble learns Q - V and also guides; off, as the original: Q, only selects")
+    hidden: list[int] = knob([256, 256], "widths of the hidden layers of V and of each Q", COUNT)
+    values: int = knob(4, "with `--backup model`: number of V networks, whose mean is used", COUNT)
+    models: int = knob(4, "with `--backup model`: number of models of a step", COUNT)
+    model_hidden: list[int] = knob([200, 200, 200, 200], "widths of their hidden layers", COUNT)
+    model_epochs: int = knob(100, "most epochs of these models; they stop early when nothing improves", COUNT)
+    twins: str = knob("min", "V learns from the smaller of the two target Qs, or from their mean", ("min", "mean"))
+    critic_norm: bool = knob(False, "LayerNorm in each Q too; the original has it in V only")
+    guide_hidden: list[int] = knob([256, 256, 256, 256], "widths of the hidden layers of the guidance", COUNT)
     value_lr: float = knob(3e-4, "AdamW's learning rate of the values", RATE)
     guide_lr: float = knob(3e-4, "AdamW's learning rate of the guidance", RATE)
-    precision: str = knob("fp32", "of the guidance and the Qs in training (fp32 is TF32 on CUDA)", ("fp32", "bf16"))
-    lr_decay: bool = knob(True, "let both fall to min_lr along a cosine")
-    min_lr: float = knob(0.0, "where that cosine ends", FROM_0)
+    precision: str = knob("fp32", "of guidance and Qs in training (on CUDA, fp32 means TF32)", ("fp32", "bf16"))
+    lr_decay: bool = knob(True, "let both learning rates fall to min_lr along a cosine")
+    min_lr: float = knob(0.0, "learning rate at the end of that cosine", FROM_0)
     weight_decay: float = knob(1e-4, "decoupled weight decay of values and guidance", FROM_0)
     # acting
-    guidance: float | None = knob(None, "weight of the guidance; default: by the data's name, 1 to 4")
-    candidates: int = knob(16, "actions drawn for each state, of which one is chosen", COUNT)
-    filter: str = knob("max", "take the best candidate, or draw by softmax", ("max", "softmax"))
-    temperature: float = knob(1.0, "of that softmax", RATE)
-    aggregate: str = knob("mean", "of the Qs that choose; lcb: mean - deviation", AGGREGATES)
-    solver_steps: int = knob(15, "network evaluations for an action", COUNT)
-    solver_order: int = knob(2, "of the solver, 1 or 2", Within(1, 2))
+    guidance: float | None = knob(None, "weight of the guidance; 0: none; default: 1 to 4, by the data's name")
+    candidates: int = knob(16, "actions drawn for each state, of which one is selected", COUNT)
+    filter: str = knob("max", "select the candidate with the highest Q, or sample by softmax of Q", ("max", "softmax"))
+    temperature: float = knob(1.0, "temperature of that softmax", RATE)
+    aggregate: str = knob("mean", "how the Qs that select are combined; lcb: mean - deviation", AGGREGATES)
+    solver_steps: int = knob(15, "network evaluations per action", COUNT)
+    solver_order: int = knob(2, "order of the solver, 1 or 2", Within(1, 2))
     solver_power: float = knob(
-        1.0, "its times are u^power: above 1 more of them are early, and actions spread more", RATE
+        1.0, "its times are u^power: above 1, steps near the data are finer and actions spread more", RATE
     )
-    clip_actions: str = knob("none", "to the action box: before or after the choice", ("none", "before", "after"))
+    clip_actions: str = knob("none", "clip actions to bounds, before or after selecting", ("none", "before", "after"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +92,7 @@ SMALLER = {
     "paper": "quick",
     "locomotion": "quick",
     "runner": "quick-runner",
-}  # on a CPU
+}  # suggested on a CPU
 ACTING = (
     "guidance", "candidates", "filter", "temperature", "aggregate", "solver_steps", "solver_order", "solver_power",
     "clip_actions",
@@ -103,7 +103,7 @@ _PAPER = {
     "behavior_steps": 600_000, "critic_steps": 1_000_000, "behavior_lr_decay": False, "lr_decay": False,
     "min_lr": 1e-4, "fidelity": "original", "normalize": False, "returns_steps": 0, "advantage": False,
 }  # fmt: skip
-_ROBOT = {  # far-sighted: with 0.99 a hopper sees its fall too late; for the rest see docs/diffusion-dice.md
+_ROBOT = {  # with gamma 0.99 a hopper sees its fall too late; for the rest see docs/diffusion-dice.md
     "gamma": 0.997, "backup": "data", "returns_steps": 7000, "alpha": 0.2, "critic_norm": True, "value_lr": 1e-3,
     "guidance": 1.0, "clip_actions": "before",
 }  # fmt: skip
@@ -118,13 +118,13 @@ _SMALL = {  # for a CPU core
 PRESETS: dict[str, dict[str, Any]] = {
     "plain": {},  # the defaults, whatever the data
     "paper": _PAPER,
-    # where data is of one mind the Qs of candidates differ by noise alone: softmax leaves that alone, max does not
+    # where the logged actions agree, the Qs of candidates differ only by noise: max would chase it, softmax does not
     "locomotion": _ROBOT | {"critic_steps": 50_000, "behavior_lr": 3e-4, "filter": "softmax", "temperature": 0.02},
     "runner": _RUNNER | {"critic_steps": 50_000, "behavior_lr": 3e-4},
     "quick": _ROBOT | _SMALL | {"critic_steps": 4000, "ensemble": 4, "tau": 0.02},  # ten minutes
     "quick-runner": _RUNNER | _SMALL | {"critic_steps": 16_000, "models": 2, "model_epochs": 15},
     "antmaze": _PAPER | _MAZE | {"eval_episodes": 50},
-    # a shorter schedule. With the lesser twin V falls below -100; without a floor under the weights guidance shatters
+    # a shorter schedule. With the smaller twin V falls below -100; without a floor under w the guidance breaks down
     "maze": _MAZE | {"twins": "mean", "ensemble": 10, "least_weight": 0.02, "guidance": 4.0},
     "toy": {  # a minute on a CPU
         "behavior_steps": 2000, "critic_steps": 2000, "behavior_batch": 256, "behavior_width": 64, "behavior_lr": 2e-3,
