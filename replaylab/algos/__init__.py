@@ -1,23 +1,23 @@
-"""One file per system: Config, losses, update, act.
+"""The learning systems, one file each: Config, losses, update, act.
 
-A system is a module with `Config`, `PRESETS` and `Agent`. An agent is an nn.Module that trains every seed of a run
-at once; `phases(episodes)` says what is trained in which order, `act(observations, state)` answers a batch.
-An agent with a memory also has `begin(batch, targets)`, which makes the state, and `targets`, the returns to ask for;
-its state has `receive(rewards)` and `reset(which)`.
+A system is a module with `Config`, `PRESETS` and `Agent`. An agent is an nn.Module that trains all seeds of a run at
+once: `phases(episodes)` lists what is trained in which order, `act(observations, state)` returns actions for a batch.
+An agent with a memory also has `begin(batch, targets)`, which makes the state, and `targets`, its default target
+returns; its state has `receive(rewards)` and `reset(which)`.
 
 A module may also have
-    ACTING                    fields of its Config that change only how it acts, so that `eval` can sweep them
-    ONLINE, spaces(env_id)    it makes its own data, one seed a run: `phases` is then given the environment's id, which
-                              `environment(env_id)` may have translated
-    usual_preset(episodes)    the preset to take when none is named
-    SMALLER                   preset -> its small form, which a user without a GPU is told of
-    needs(config)             run folders that a run cannot begin without
-    counters(config)          updates of a whole run, where its settings do not say how many they add up to
+    ACTING                    fields of its Config that affect only acting, so that `eval` can sweep them
+    ONLINE, spaces(env_id)    it collects its own data, with one seed per run: `phases` then gets the environment's id,
+                              translated by `environment(env_id)` if the module has that
+    usual_preset(episodes)    the preset when the user names none
+    SMALLER                   preset -> a smaller one, suggested to users without a GPU
+    needs(config)             run folders that must exist before a run starts
+    counters(config)          number of updates of a whole run by kind, where no single setting says it
 and an agent
     notes                     lines for the user
-    idle                      those of `ACTING` that change nothing it does
-    effort                    how many times dearer than one pass of a network an answer is
-    training_state(), load_training_state(tensors)    what a checkpoint must hold besides weights and optimisers
+    idle                      those of `ACTING` that have no effect on it
+    effort                    cost of an action in network passes
+    training_state(), load_training_state(tensors)    checkpoint contents besides weights and optimisers
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor
 from replaylab.data.episodes import Episodes
 from replaylab.errors import DataError, UsageError, nearest
 
-MOST_CHOICES = 100_000  # a network has an output for each
+MOST_CHOICES = 100_000  # discrete actions; networks have one output for each
 
 SYSTEMS = {
     "bc": "replaylab.algos.bc",
@@ -56,15 +56,15 @@ def system(name: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Spaces:
-    """What an agent sees and does; enough to rebuild it without the data."""
+    """Observation and action spaces; enough to rebuild an agent without the data."""
 
     observation_shape: list[int]
     observation_dtype: str
-    action_dim: int  # dimensions, or how many discrete actions
+    action_dim: int  # dimensions, or number of discrete actions
     discrete: bool
     action_low: list[float] | None = None
     action_high: list[float] | None = None
-    frame_stack: int = 1  # single frames are logged, so many of them are seen at once
+    frame_stack: int = 1  # single frames are logged; the agent sees this many at once
 
     @staticmethod
     def of(episodes: Episodes) -> Spaces:
@@ -88,16 +88,16 @@ class Spaces:
 
     @property
     def seen(self) -> list[int]:
-        """Shape of what an environment shows."""
+        """Shape of the observations that the agent gets when acting."""
         return [self.frame_stack, *self.observation_shape] if self.frame_stack > 1 else self.observation_shape
 
 
 @dataclass
 class Phase:
-    """One stretch of training: `update(sampler.gather(indices))`, `steps` times at most.
+    """One stage of training: `update(sampler.gather(indices))`, at most `steps` times.
 
-    `update` stays on the device: it returns tensors of shape (seeds,), never a Python number. What needs the host
-    happens between updates, in the hooks.
+    `update` stays on the device: it returns tensors of shape (seeds,), never Python numbers. Work that needs the
+    host is done in the hooks, between updates.
     """
 
     name: str
@@ -105,10 +105,10 @@ class Phase:
     sampler: Any  # data.sample.Transitions, Windows, ...
     update: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     begin: Callable[[], None] | None = None  # before the first update
-    every: int = 0  # `hook(k)` comes before update k where k is a multiple of this, 0 included
+    every: int = 0  # `hook(k)` runs before update k if k is a multiple of this, 0 included
     hook: Callable[[int], dict[str, Tensor] | None] | None = None  # may return metrics of shape (seeds,)
-    stop: Callable[[], bool] | None = None  # asked after each hook: True ends the phase
-    finish: Callable[[], dict[str, Any] | None] | None = None  # after the last update; findings for the report
+    stop: Callable[[], bool] | None = None  # called after each hook; True ends the phase
+    finish: Callable[[], dict[str, Any] | None] | None = None  # after the last update; returns findings for the report
     evaluates: bool = True  # False: there is no policy worth evaluating yet
 
 

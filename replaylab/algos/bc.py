@@ -1,8 +1,10 @@
 """Behaviour cloning: predict the logged action from the observation.
 
-Continuous actions: a tanh network scaled to the action box, squared error. Discrete actions: cross-entropy, and the
-most likely action when acting. With `top_fraction` it clones the best episodes only (the %BC of the Decision
-Transformer paper), which is the baseline every return-conditioned method has to beat.
+    continuous actions   |a - pi(s)|^2,   pi(s) = a tanh network scaled to the action box
+    discrete actions     -log pi(a | s);   acts with the most likely action
+
+With `top_fraction` it clones only the best episodes (%BC in the Decision Transformer paper), the baseline that every
+return-conditioned method has to beat.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from replaylab.models.mlp import ACTIVATIONS, MLP, generators
 class Config(Settings):
     """Behaviour cloning."""
 
-    steps: int = knob(100_000, "updates", COUNT)
-    batch_size: int = knob(256, "rows a batch", COUNT)
+    steps: int = knob(100_000, "training updates", COUNT)
+    batch_size: int = knob(256, "rows per batch", COUNT)
     lr: float = knob(3e-4, "Adam's learning rate", RATE)
-    lr_decay: bool = knob(True, "let it fall to zero along a cosine, so that the last checkpoint is a settled one")
-    weight_decay: float = knob(0.0, "decoupled weight decay (AdamW)", FROM_0)
+    lr_decay: bool = knob(True, "let the learning rate fall to zero along a cosine, so that the last weights settle")
+    weight_decay: float = knob(0.0, "decoupled weight decay (AdamW); 0: none", FROM_0)
     hidden: list[int] = knob([256, 256], "widths of the hidden layers", COUNT)
-    activation: str = knob("relu", "between the layers", ACTIVATIONS)
+    activation: str = knob("relu", "activation function between the layers", ACTIVATIONS)
     normalize: bool = knob(True, "standardise observations with the data's mean and deviation")
     top_fraction: float = knob(
         1.0, "clone only the best episodes, up to this fraction of the rows", Within(0, 1, above=True)

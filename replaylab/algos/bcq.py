@@ -1,17 +1,17 @@
-"""Batch-constrained Q-learning for continuous actions (Fujimoto et al., 2019): choose the best among likely actions.
+"""Batch-constrained Q-learning for continuous actions (Fujimoto et al., 2019): take the best of the likely actions.
 
     VAE      |a - decode(s, z)|^2 + w KL(q(z | s, a) || N(0, 1)),   z ~ q(z | s, a)
     critic   (Q_i(s, a) - y)^2, y = r + gamma (1 - terminated) max_j [lambda min_i + (1 - lambda) max_i] Qbar_i(s', a_j)
     actor    -Q_1(s, a + xi(s, a)),   |xi| <= phi,   a = decode(s, z),   z ~ N(0, 1) clipped to [-0.5, 0.5]
 
-The VAE learns which actions the log takes in a state; the a_j are its samples, each moved by at most phi (of half the
-action box) by the actor xi. An action that nobody took is never a candidate, however high its value is guessed.
-A VAE blurs: with the published w = 1/2 it fills the gap between two habits that lie close in the action box.
+The VAE learns which actions the log takes in a state. The a_j are its samples, each moved by the actor xi by at most
+phi times half the action range. An action far from those logged is thus never a candidate, however high its estimated
+value. A VAE blurs: with the published w = 1/2 it fills the gap between two modes that are close together.
 
-The original steps VAE, critics and actor one after another. Here all gradients are taken at the same parameters: the
-target and the proposals carry no gradient, and the actor sees the critics as constants, so one backward pass and one
-optimiser step serve all three; each network meets the others as they were one update ago. The target networks
-come last, since they follow the new weights.
+The original updates VAE, critics and actor one after another. Here all gradients are taken at the same parameters, so
+one backward pass and one optimiser step do all three: y and the sampled actions carry no gradient, and the critics are
+constants in the actor's loss. Each network thus sees the others as they were one update ago. The target networks move
+last, towards the new weights.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from replaylab.models import draws
 from replaylab.models.adam import adam, clip_gradients
 from replaylab.models.mlp import MLP, generators
 
-LOG_STD = (-4.0, 15.0)  # of the VAE's posterior
-COLLAPSED = 1e-3  # KL below which a latent carries nothing
-LATENT_CLIP = 0.5  # latents closer to 0 than a normal's decode to likelier actions
+LOG_STD = (-4.0, 15.0)  # limits in the VAE's posterior
+COLLAPSED = 1e-3  # a KL below this means that the latent carries no information
+LATENT_CLIP = 0.5  # latents near 0 decode to likelier actions than the tails
 
 
 @dataclass
 class Config(Settings):
     """Batch-constrained Q-learning."""
 
-    steps: int = knob(300_000, "updates", COUNT)
-    batch_size: int = knob(100, "rows a batch", COUNT)
-    lr: float = knob(1e-3, "Adam's learning rate, of all networks", RATE)
+    steps: int = knob(300_000, "training updates", COUNT)
+    batch_size: int = knob(100, "rows per batch", COUNT)
+    lr: float = knob(1e-3, "Adam's learning rate of all networks", RATE)
     hidden: list[int] = knob([400, 300], "widths of the hidden layers of actor and critics", COUNT)
     vae_hidden: list[int] = knob([750, 750], "widths of the hidden layers of the VAE's encoder and decoder", COUNT)
-    latent: int = knob(0, "dimensions of the VAE's latent; 0: twice those of the action", FROM_0)
-    kl_weight: float = knob(0.5, "of the KL in the VAE's loss; smaller: habits that lie close are told apart", FROM_0)
-    gamma: float = knob(0.99, "discount", SHARE)
-    tau: float = knob(0.005, "how far the target networks move at each update", SHARE)
-    phi: float = knob(0.05, "how far the actor may move a sampled action, as a part of half the action box", FROM_0)
-    lmbda: float = knob(0.75, "weight of the smaller of two target values; the larger one has the rest", SHARE)
-    samples: int = knob(10, "actions tried in the next state for the target", COUNT)
-    act_samples: int = knob(100, "actions tried when acting", COUNT)
-    clip: float = knob(10.0, "largest norm of the actor's and of the critics' gradient; 0: any", FROM_0)
+    latent: int = knob(0, "dimensions of the VAE's latent z; 0: twice those of the action", FROM_0)
+    kl_weight: float = knob(0.5, "weight of the KL in the VAE's loss; small values separate close modes", FROM_0)
+    gamma: float = knob(0.99, "discount factor", SHARE)
+    tau: float = knob(0.005, "share by which target networks move towards the networks per update", SHARE)
+    phi: float = knob(0.05, "how far the actor may move a sampled action, relative to half its range", FROM_0)
+    lmbda: float = knob(0.75, "weight of the smaller of two target values; the larger gets the rest", SHARE)
+    samples: int = knob(10, "candidate actions in the next state for the target y", COUNT)
+    act_samples: int = knob(100, "candidate actions when acting", COUNT)
+    clip: float = knob(10.0, "clip the gradients of actor and critics to this norm; 0: no clipping", FROM_0)
     normalize: bool = knob(True, "standardise observations with the data's mean and deviation")
 
 
@@ -108,9 +108,9 @@ class Agent(nn.Module):
         )
         low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
         self.register_buffer("center", (high + low) / 2)
-        self.register_buffer("scale", ((high - low) / 2).clamp(min=1e-8))  # a box may have no width
+        self.register_buffer("scale", ((high - low) / 2).clamp(min=1e-8))  # an action may never vary
         self.register_buffer("done", torch.zeros((), dtype=torch.int64))  # updates so far
-        self.register_buffer("kl", torch.ones(len(seeds)))  # of the last batch
+        self.register_buffer("kl", torch.ones(len(seeds)))  # KL of the last batch
         self.register_buffer("keys", draws.keys(seeds), persistent=False)
         self.targets_of = [(self.target_actor, self.actor), (self.target_critics, self.critics)]
         for target, _ in self.targets_of:
@@ -135,7 +135,7 @@ class Agent(nn.Module):
         return torch.tanh(self.decoder(torch.cat([observations, latent], -1)))
 
     def perturb(self, actor: MLP, observations: Tensor, actions: Tensor) -> Tensor:
-        """Moved by at most phi, and never out of the box."""
+        """The actions moved by at most phi, clipped to their range."""
         moved = actions + self.config.phi * torch.tanh(actor(torch.cat([observations, actions], -1)))
         return moved.clamp(-1, 1)
 
@@ -144,7 +144,7 @@ class Agent(nn.Module):
         return critics(inputs).view(len(self.seeds), 2, -1)
 
     def first_value(self, observations: Tensor, actions: Tensor) -> Tensor:  # (seeds, batch)
-        """Q_1, with gradients to the actions alone."""
+        """Q_1(s, a) with gradients only to the actions."""
         parameters = {name: p.detach()[::2] for name, p in self.critics.named_parameters()}
         inputs = torch.cat([observations, actions], -1)
         return torch.func.functional_call(self.critics, parameters, (inputs,))[..., 0]
@@ -153,7 +153,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def goal(self, batch: dict[str, Tensor], latent: Tensor) -> Tensor:  # latent (seeds, batch * samples, dims)
-        """What the critics should say of the batch: the best of several likely actions in the next state."""
+        """The critics' target y: the value of the best of several likely actions in the next state."""
         following = self.normalizer(batch["next_observations"]).repeat_interleave(self.config.samples, 1)
         candidates = self.perturb(self.target_actor, following, self.decode(following, latent))
         values = soft_min(self.values(self.target_critics, following, candidates), self.config.lmbda)
@@ -209,8 +209,8 @@ class Agent(nn.Module):
     # --- acting
 
     def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """The candidate that critic 1 likes best. The latents are drawn once for a seed, not at each call as in the
-        original: the policy is a function of the observation, and more samples only add candidates."""
+        """The candidate with the highest Q_1. Latents are drawn once per seed, not at each call as in the original, so
+        that the policy is a function of the observation and more samples only add candidates."""
         seeds, count, tries = len(self.seeds), observations.shape[1], self.config.act_samples
         latent = draws.normals(self.keys, torch.zeros_like(self.done), tries * self.latent).clamp(
             -LATENT_CLIP, LATENT_CLIP

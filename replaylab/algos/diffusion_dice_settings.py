@@ -23,7 +23,7 @@ class Config(Settings):
     behavior_steps: int = knob(100_000, "behaviour model updates", COUNT)
     critic_steps: int = knob(300_000, "updates of values and guidance", COUNT)
     fidelity: str = knob("improved", "original: its reward scaling and initial weights", ("improved", "original"))
-    rewards: str = knob("auto", "range: divide by the range of returns; maze: 0 or -1; raw: as logged; auto: by name", RULES)
+    rewards: str = knob("auto", "range: divide by the range of returns; maze: 0 or -1; raw: keep; auto: by name", RULES)
     normalize: bool = knob(True, "standardise observations with the data's mean and deviation; the original does not")
     returns_steps: int = knob(
         5000, "updates of b(s), the data's return, which shapes the rewards; 0: no shaping", FROM_0

@@ -1,12 +1,12 @@
 """DQN (Mnih et al., 2015) with double Q-learning and n-step returns, for collecting Atari data.
 
-    goal   y = sum_{k<n} gamma^k r_{t+k} + gamma^n Q'(s_{t+n}, argmax_a Q(s_{t+n}, a)),  cut short at game over
-    loss   Huber(Q(s_t, a_t) - y)
+    target   y = sum_{k<n} gamma^k r_{t+k} + gamma^n Q'(s_{t+n}, argmax_a Q(s_{t+n}, a)); the sum stops at game over
+    loss     Huber(Q(s_t, a_t) - y)
 
-Q' follows Q slowly (Polyak averaging). Many games are played side by side; the ring on the device holds each frame
-once, and stacks of four are gathered by index. Two functions do all the work, `observe` (put what happened into the
-ring and choose actions) and `learn` (one update). Neither asks anything of the host, so both are captured as CUDA
-graphs.
+The target network Q' follows Q slowly (Polyak averaging). Many games are played in parallel. The replay, a ring on the
+device, holds each frame once, and stacks of four are gathered by index. Two functions do all the work: `observe` (put
+the newest step into the ring and choose actions) and `learn` (one update). Neither needs the host, so both are captured
+as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ WORDS = 84 * 84 // 8  # a frame as 64-bit words: gathering those is eight times 
 class Config(Settings):
     """DQN."""
 
-    batch_size: int = knob(256, "transitions an update", COUNT)
+    batch_size: int = knob(256, "transitions per update", COUNT)
     replay_ratio: float = knob(
-        64.0, "how often a transition is learned from: updates a step are replay_ratio / batch_size", FROM_0
+        64.0, "how often each transition is learned from; updates per step are replay_ratio / batch_size", FROM_0
     )
     lr: float = knob(2e-4, "Adam's learning rate", RATE)
     lr_steps: int | None = knob(
-        None, "environment steps, over whose second half it falls to a tenth; default: all; 0: it stays"
+        None, "lr falls to a tenth over the second half of so many environment steps; default: all; 0: never"
     )
     adam_eps: float = knob(2e-5, "Adam's epsilon", RATE)
-    gamma: float = knob(0.99, "discount", SHARE)
-    n_step: int = knob(3, "rewards summed before the bootstrap", Within(1, 20))
-    tau: float = knob(0.005, "how far the target network moves to the network at each update", SHARE)
-    max_grad_norm: float = knob(10.0, "longer gradients are shortened to this", RATE)
-    epsilon_final: float = knob(0.01, "share of random actions once exploration has faded", SHARE)
-    epsilon_steps: int = knob(100_000, "environment steps over which it fades", COUNT)
+    gamma: float = knob(0.99, "discount factor", SHARE)
+    n_step: int = knob(3, "rewards that are summed before the bootstrap", Within(1, 20))
+    tau: float = knob(0.005, "share by which the target network moves towards the network per update", SHARE)
+    max_grad_norm: float = knob(10.0, "clip the gradient to this norm", RATE)
+    epsilon_final: float = knob(0.01, "share of random actions at the end of exploration", SHARE)
+    epsilon_steps: int = knob(100_000, "environment steps over which that share falls from 1", COUNT)
     warm_up: int = knob(20_000, "environment steps with random actions before the first update", FROM_0)
-    replay_size: int = knob(1_000_000, "frames kept", COUNT)
-    bf16: bool = knob(True, "convolutions in bfloat16 on CUDA")
+    replay_size: int = knob(1_000_000, "frames in the replay", COUNT)
+    bf16: bool = knob(True, "compute convolutions in bfloat16 on CUDA")
 
 
 class Ring:
     """The last `length` steps of every game. Step t of game e lies in slot t % length; all games move together.
 
-    `inputs` are what the host writes before each `push`: the newest frames, and what led to them. Where that was a cut,
-    the frames begin an episode and what came before is not to be learned from.
+    The host writes `inputs` before each `push`: the newest frames, and the outcome of the step that led to them. After
+    a truncation (`cut`) the frames start a new episode, and the step before them is not learned from.
     """
 
     def __init__(self, games: int, length: int, device: torch.device):
@@ -71,14 +71,14 @@ class Ring:
         self.inputs = {
             "frames": torch.zeros(games, WORDS, dtype=torch.int64, device=device),
             "rewards": torch.zeros(games, device=device),  # clipped
-            "over": torch.zeros(games, device=device),  # game over: nothing follows
-            "cut": torch.zeros(games, dtype=torch.bool, device=device),  # what followed is not known
+            "over": torch.zeros(games, device=device),  # game over: no bootstrap
+            "cut": torch.zeros(games, dtype=torch.bool, device=device),  # truncated: the next state is unknown
         }
         self.rows = torch.arange(games, device=device) * length
         self.back = torch.arange(STACK - 1, -1, -1, device=device)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs; slots that were never used are left out."""
+        """For a checkpoint; slots that were never used are left out."""
         used = min(int(self.time), self.length)
         return {name: column[:, :used] for name, column in self._columns().items()} | {"time": self.time}
 
@@ -92,7 +92,7 @@ class Ring:
         return columns | {"frames": self.frames.view(self.games, self.length, WORDS)}
 
     def push(self) -> Tensor:
-        """Take over the inputs; the stacks (games, STACK, 84, 84) that end in the newest frames."""
+        """Append the inputs. Returns the stacks (games, STACK, 84, 84) that end in the newest frames."""
         slot, before = (self.time % self.length)[None], ((self.time - 1) % self.length)[None]
         for name in ("rewards", "over", "cut"):
             getattr(self, name).index_copy_(1, before, self.inputs[name][:, None])
@@ -110,8 +110,8 @@ class Ring:
         return words.view(torch.uint8).view(-1, STACK, 84, 84)
 
     def sample(self, batch: int, n: int, gamma: float) -> dict[str, Tensor]:
-        """Transitions whose n steps are all known. `weight` is 0 where an episode was cut within them."""
-        # the newest frame is time - 1 and what it brought is not known yet; the oldest stacks may be overwritten
+        """A batch of n-step transitions. `weight` is 0 where the episode was truncated within the n steps."""
+        # the newest frame, time - 1, has no outcome yet; the oldest stacks may be partly overwritten
         low = (self.time - self.length + STACK - 1).clamp(min=0)
         count = self.time - n - low
         t = low + (torch.rand(batch, device=self.device, dtype=torch.float64) * count).long()
@@ -135,11 +135,11 @@ class Ring:
 
 
 def n_step(rewards: Tensor, over: Tensor, cut: Tensor, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
-    """From (batch, n) columns: the discounted sum up to game over, the factor of the value that follows (0 after game
-    over), and whether the sum can be used: not where the episode was cut before it was over."""
+    """From (batch, n) columns: the discounted sum of rewards up to game over, the factor of the bootstrapped value (0
+    after game over), and a weight: 0 where the episode was truncated before it was over."""
     n = rewards.shape[1]
-    running = torch.cumprod(1 - over, 1)  # after step k
-    reached = torch.cat([torch.ones_like(running[:, :1]), running[:, :-1]], 1)  # before step k
+    running = torch.cumprod(1 - over, 1)  # 1 if still running after step k
+    reached = torch.cat([torch.ones_like(running[:, :1]), running[:, :-1]], 1)  # the same before step k
     discount = gamma ** torch.arange(n, device=rewards.device)
     weight = 1 - (reached * cut).amax(1)
     return (rewards * reached * discount).sum(1), gamma**n * running[:, -1], weight
@@ -155,7 +155,7 @@ class QNetwork(nn.Module):
     def forward(self, frames: Tensor) -> Tensor:  # (batch, STACK, 84, 84) -> (batch, actions)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.bf16 and frames.is_cuda, cache_enabled=False):
             features = self.encoder(frames)
-        return self.head(features.float())  # values differ little between actions: bfloat16 is too coarse here
+        return self.head(features.float())  # values of actions differ little: bfloat16 is too coarse
 
 
 class DQN(nn.Module):
@@ -189,7 +189,7 @@ class DQN(nn.Module):
 
     @torch.no_grad()
     def _observe(self) -> None:
-        """Put the inputs into the ring and choose what to do next."""
+        """Put the inputs into the ring and choose the next actions, epsilon-greedily."""
         config, ring = self.config, self.ring
         stacks = ring.push()
         steps = (ring.time * ring.games - config.warm_up).clamp(min=0)
@@ -203,7 +203,7 @@ class DQN(nn.Module):
 
     @torch.no_grad()
     def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """The trained policy for (1, batch, STACK, 84, 84), with Dopamine's 0.1 percent of random actions."""
+        """The trained policy on (1, batch, STACK, 84, 84), with 0.1 % random actions as in Dopamine."""
         values = self.online(observations.flatten(0, 1))
         return self._explore(values, 0.001).view(observations.shape[:2]), state
 
@@ -240,10 +240,10 @@ class DQN(nn.Module):
             total.zero_()
         return means
 
-    # --- the host's side
+    # --- on the host
 
     def give(self, frames: np.ndarray, rewards: np.ndarray, over: np.ndarray, cut: np.ndarray) -> None:
-        """Frames (games, 84, 84) and what led to them, to where `observe` expects them."""
+        """Copy frames (games, 84, 84) and the outcome of the step before them into the inputs of `observe`."""
         words = torch.from_numpy(np.ascontiguousarray(frames).reshape(len(frames), -1).view(np.int64))
         results = (rewards.clip(-1, 1).astype(np.float32), over.astype(np.float32), cut)
         columns = (words, *(torch.from_numpy(column) for column in results))
@@ -267,7 +267,7 @@ class DQN(nn.Module):
         for name, value in state.items():
             if name.startswith("optimizer."):
                 _, index, key = name.split(".")
-                if value.ndim:  # in the parameter's memory format, which the fused optimiser takes for granted
+                if value.ndim:  # the fused optimiser assumes the parameter's memory format
                     value = torch.empty_like(parameters[int(index)]).copy_(value)
                 entries.setdefault(int(index), {})[key] = value
         self.optimizer.load_state_dict({"state": entries, "param_groups": self.optimizer.state_dict()["param_groups"]})

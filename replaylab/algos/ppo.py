@@ -5,9 +5,9 @@
     value       1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
     total       policy + value_coef value - entropy H(pi)
 
-A game that ended has no value behind it; one that was merely cut off is continued by the critic, once. What is played
-is written to a storage that is allocated once. `learn` needs nothing from the host, so it can be captured whole.
-`train_vector` is the loop for environments on the host; MBARC has its own for those on the device.
+R = A + V_old. After a terminated step V(s_{t+1}) is 0; after a truncated one the critic bootstraps, once. Rollouts are
+written to buffers that are allocated once, and `learn` needs nothing from the host, so it can be captured as one CUDA
+graph. `train_vector` is the loop for environments on the host; MBARC has its own for dreams on the device.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Config(Settings):
     """Proximal policy optimisation."""
 
     ppo_lr: float = knob(1e-4, "Adam's learning rate of the policy", RATE)
-    ppo_clip: float = knob(0.1, "how far an update may move the policy's ratios and the values", RATE)
-    ppo_epochs: int = knob(4, "times an update goes through what was played", COUNT)
-    ppo_minibatch: int = knob(160, "steps a gradient is taken from", COUNT)
-    ppo_grad_clip: float = knob(0.5, "largest norm of the policy's gradient; 0: no limit", FROM_0)
-    entropy: float = knob(0.01, "weight of the policy's entropy", FROM_0)
+    ppo_clip: float = knob(0.1, "c: how far an update may move the policy's ratios and the values", RATE)
+    ppo_epochs: int = knob(4, "passes over each rollout in an update", COUNT)
+    ppo_minibatch: int = knob(160, "steps per gradient", COUNT)
+    ppo_grad_clip: float = knob(0.5, "clip the policy's gradient to this norm; 0: no clipping", FROM_0)
+    entropy: float = knob(0.01, "weight of the entropy bonus; 0: none", FROM_0)
     value_coef: float = knob(0.5, "weight of the critic's loss", FROM_0)
-    gamma: float = knob(0.99, "discount", SHARE)
-    gae_lambda: float = knob(0.95, "how far advantages look ahead: 0 one step, 1 to the end", SHARE)
+    gamma: float = knob(0.99, "discount factor", SHARE)
+    gae_lambda: float = knob(0.95, "lambda of the advantages: 0 looks one step ahead, 1 to the end", SHARE)
 
 
 # --- the maths
@@ -48,10 +48,10 @@ class Config(Settings):
 def advantages(
     rewards: Tensor, values: Tensor, ended: Tensor, gamma: float, lam: float
 ) -> Tensor:  # (time, agents), (time + 1, agents), (time, agents) -> (time, agents)
-    """Generalised advantage estimation, all times at once: a (time, time) table of weights instead of a loop."""
+    """Generalised advantage estimation with one (time, time) matrix of weights instead of a loop over time."""
     alive = 1 - ended
     deltas = rewards + gamma * values[1:] * alive - values[:-1]
-    past = ended.cumsum(0) - ended  # ends before each step
+    past = ended.cumsum(0) - ended  # episodes that ended before each step
     time = torch.arange(len(rewards), device=rewards.device)
     lag = time - time[:, None]  # (from, to)
     decay = torch.where(lag >= 0, (gamma * lam) ** lag.clamp(min=0), 0.0)
@@ -68,7 +68,7 @@ def losses(
     returns: Tensor,
     clip: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Policy loss, value loss, entropy and, to watch, the divergence from the old policy."""
+    """Policy loss, value loss, entropy and, as a metric, an estimate of KL(old policy || policy)."""
     log_probs = F.log_softmax(outputs[:, :-1], -1)
     chosen = log_probs.gather(1, actions[:, None])[:, 0]
     values = outputs[:, -1]
@@ -85,7 +85,7 @@ def losses(
 
 
 class Policy(nn.Module):
-    """Observations -> logits and a value, in one matrix: `look`, which is done once for each, then `answer`."""
+    """Observations -> logits and a value, in one matrix. `look` preprocesses each observation once, then `answer`."""
 
     answer: Callable[[Tensor], Tensor]
 
@@ -103,7 +103,7 @@ def orthogonal(layer: nn.Module, gain: float, generator: torch.Generator) -> nn.
 
 
 class Heads(nn.Module):
-    """Logits start near zero (gain 0.01), so that the first policy is all but random; the value has gain 1."""
+    """Logits start near zero (gain 0.01), so that the first policy is nearly uniform; the value has gain 1."""
 
     def __init__(self, features: int, actions: int, generator: torch.Generator):
         super().__init__()
@@ -111,7 +111,7 @@ class Heads(nn.Module):
         self.value = orthogonal(nn.Linear(features, 1), 1.0, generator)
 
     def forward(self, features: Tensor) -> Tensor:
-        layers = self.policy, self.value  # one product of both is faster than two
+        layers = self.policy, self.value  # one joint product is faster than two
         weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
         return F.linear(features, weight, bias)
 
@@ -125,8 +125,8 @@ def blocks(x: Tensor, size: int) -> Tensor:
 
 
 def convolve(x: Tensor, layer: Any) -> Tensor:
-    """A convolution with a stride, and what is above zero of it. If the stride divides the kernel, as it does here, it
-    is one without a stride over blocks: the same sums, in a shape that tensor cores like. x: the image's blocks."""
+    """ReLU of a strided convolution. The stride divides the kernel size here, so it equals a convolution without stride
+    over blocks of pixels: the same sums, in a shape that suits tensor cores. x: the blocks of the image."""
     return F.relu(F.conv2d(x, blocks(layer.weight, layer.stride[0]), layer.bias))
 
 
@@ -155,7 +155,7 @@ class PixelPolicy(Policy):
         self.heads = Heads(512, actions, g)
 
     def look(self, observations: Tensor) -> Tensor:
-        """The first convolution's blocks, (batch, height, width, bytes): colours will come out channels last."""
+        """Blocks for the first convolution, (batch, height, width, bytes), so that colours come out channels last."""
         return blocks(observations, self.convolutions[0].stride[0]).movedim(1, 3)
 
     def answer(self, x: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class VectorPolicy(Policy):
 
 
 def sample(outputs: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """Actions from the softmax of logits / temperature; the largest of logits plus Gumbel noise is such a draw."""
+    """Actions drawn from softmax(logits / temperature), as the argmax of logits / temperature + Gumbel noise."""
     logits = outputs[..., :-1]
     return (logits / temperature - torch.empty_like(logits).exponential_().log()).argmax(-1)
 
@@ -201,7 +201,7 @@ def sample(outputs: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
 
 
 class PPO:
-    """A policy, its optimiser and a storage of `steps` x `agents` steps."""
+    """A policy, its optimiser and buffers for rollouts of `steps` x `agents` steps."""
 
     def __init__(
         self,
@@ -219,18 +219,18 @@ class PPO:
         def column(kind: torch.dtype, length: int = steps, *more: int) -> Tensor:
             return torch.zeros((length, agents, *more), dtype=kind, device=device)
 
-        self.observations = column(kind, steps + 1, *shape)  # the last row is where it was cut off
+        self.observations = column(kind, steps + 1, *shape)  # the last row is the state after the rollout
         self.actions = column(torch.int64)
         self.log_probs, self.rewards, self.ended = (column(torch.float32) for _ in range(3))
         self.values = column(torch.float32, steps + 1)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.optimizer = adam(policy.parameters(), config.ppo_lr, eps=1e-5)
-        cuda = device.type == "cuda"  # a few kernels instead of a hundred
+        cuda = device.type == "cuda"  # compiled: a few kernels instead of a hundred
         self.choose, self.look, self.objective = (fused(f, cuda) for f in (self._choose, policy.look, self._objective))
 
     @torch.no_grad()
     def act(self, observations: Tensor) -> Tensor:
-        """Choose and write down: observation, action, its log-probability, the value."""
+        """Choose actions and store observation, action, log-probability and value."""
         actions, log_probs, values = self.choose(observations)
         for column, value in ((self.observations, observations), (self.actions, actions),
                               (self.log_probs, log_probs), (self.values, values)):  # fmt: skip
@@ -245,19 +245,19 @@ class PPO:
 
     @torch.no_grad()
     def receive(self, rewards: Tensor, ended: Tensor) -> None:
-        """What the step brought. `ended`: nothing of value lies behind it, or the reward holds that already."""
+        """Store the result of a step. `ended`: do not bootstrap after it (terminated, or the reward includes it)."""
         self.rewards.index_copy_(0, self.cursor, rewards.float()[None])
         self.ended.index_copy_(0, self.cursor, ended.float()[None])
         self.cursor.add_(1)
 
     @torch.no_grad()
     def stop(self, observations: Tensor) -> None:
-        """Where the stretch was cut off; the next one begins at the front of the storage."""
+        """End the rollout in these states; the next one overwrites it."""
         self.observations[-1].copy_(observations)
         self.cursor.zero_()
 
     def learn(self) -> dict[str, Tensor]:
-        """One update: `ppo_epochs` times over the storage, in shuffled minibatches. Metrics of shape (1,)."""
+        """One update: `ppo_epochs` passes over the rollout in shuffled minibatches. Metrics of shape (1,)."""
         config = self.config
         with torch.no_grad():
             self.values[-1].copy_(self.policy(self.observations[-1])[:, -1])
@@ -278,7 +278,7 @@ class PPO:
         return {name: mean[i : i + 1] for i, name in enumerate(names)}
 
     def _objective(self, seen: Tensor, played: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of some rows of what was played, and its parts."""
+        """The total loss of some rows of the rollout, and its parts."""
         actions, log_probs, values, advantage, returns = (column[rows] for column in played)
         outputs, config = self.policy.answer(seen[rows]), self.config
         found = losses(outputs, actions, log_probs, values, advantage, returns, config.ppo_clip)
@@ -294,9 +294,8 @@ class PPO:
 def train_vector(
     ppo: PPO, env: Any, updates: int, device: torch.device, seed: int = 0, until: float = math.inf
 ) -> list[float]:
-    """Train in a vector environment that stands still when done (`envs.make_vec`); returns of finished episodes.
-
-    until: stop when the mean of the last twenty is that high.
+    """Train in a vector environment that waits for a reset when done (`envs.make_vec`). Gives the returns of finished
+    episodes. `until`: stop when the mean of the last twenty is that high.
     """
 
     def on_device(values: np.ndarray) -> Tensor:
@@ -310,7 +309,7 @@ def train_vector(
             seen, rewards, terminated, truncated, _ = env.step(actions.cpu().numpy())
             running += rewards
             over = terminated | truncated
-            if truncated.any():  # the game would have gone on: its worth stands in for the rest
+            if truncated.any():  # bootstrap: the critic's value stands in for the rest
                 with torch.no_grad():
                     rest = ppo.policy(on_device(seen))[:, -1].cpu().numpy()
                 rewards = rewards + ppo.config.gamma * rest * (truncated & ~terminated)

@@ -4,8 +4,9 @@
     actor    alpha log pi(a | s) - min_i Q_i(s, a),   a ~ pi(. | s)
     alpha    -log_alpha (log pi(a | s) + target entropy)
 
-All three gradients are taken at the same parameters, so one backward pass and one optimiser step serve the whole
-update. Every network carries a leading axis of seeds; the two critics of a seed are two more members.
+pi is a Gaussian squashed by tanh into the action box; Qbar are the target critics. All three gradients are taken at
+the same parameters, so one backward pass and one optimiser step do the whole update. Every network has a leading axis
+of seeds; the two critics of a seed are neighbours on it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from replaylab.models.adam import adam
 from replaylab.models.mlp import MLP, generators
 
 LOG_STD = (-5.0, 2.0)
-NO_WIDTH = 1e-8  # half of the box of an action that is always the same
+NO_WIDTH = 1e-8  # half the range of an action that never varies; keeps divisions finite
 
 
 @dataclass
@@ -33,13 +34,13 @@ class Config(Settings):
     """Soft actor-critic."""
 
     hidden: list[int] = knob([256, 256], "widths of the hidden layers of actor and critics", COUNT)
-    batch_size: int = knob(256, "rows a batch", COUNT)
-    gamma: float = knob(0.99, "discount", SHARE)
-    tau: float = knob(0.005, "how far the target critics move to the critics at each update", SHARE)
+    batch_size: int = knob(256, "rows per batch", COUNT)
+    gamma: float = knob(0.99, "discount factor", SHARE)
+    tau: float = knob(0.005, "share by which the target critics move towards the critics per update", SHARE)
     actor_lr: float = knob(3e-4, "Adam's learning rate of the actor", RATE)
     critic_lr: float = knob(3e-4, "Adam's learning rate of the critics", RATE)
     alpha_lr: float = knob(3e-4, "Adam's learning rate of the temperature", RATE)
-    target_entropy: float | None = knob(None, "entropy to hold; default: minus the number of action dimensions")
+    target_entropy: float | None = knob(None, "entropy of the policy to aim for; default: minus the action dimensions")
 
 
 class SAC(nn.Module):
@@ -54,9 +55,9 @@ class SAC(nn.Module):
         seeds: Sequence[int],
         device: torch.device,
         *,
-        alpha_max: float | None = None,  # the temperature used is never above
-        goal_min: float | None = None,  # no critic is asked for less
-        actor_rate: Tensor | None = None,  # a learning rate that changes from outside
+        alpha_max: float | None = None,  # upper limit of the temperature
+        goal_min: float | None = None,  # lower limit of the target y
+        actor_rate: Tensor | None = None,  # a learning rate that the caller changes
     ):
         super().__init__()
         self.config, self.seeds, self.device = config, list(seeds), device
@@ -78,7 +79,7 @@ class SAC(nn.Module):
             {"params": list(self.critics.parameters()), "lr": config.critic_lr},
             {"params": [self.log_alpha], "lr": config.alpha_lr},
         ]
-        if actor_rate is None and config.actor_lr == config.critic_lr == config.alpha_lr:  # one group is one kernel
+        if actor_rate is None and config.actor_lr == config.critic_lr == config.alpha_lr:  # one group, one kernel
             groups = [{"params": [p for group in groups for p in group["params"]], "lr": config.actor_lr}]
         self.optimizers = {"all": adam(groups)}
 
@@ -89,7 +90,7 @@ class SAC(nn.Module):
         return mean, log_std.clamp(*LOG_STD)
 
     def sample(self, observations: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Actions (..., dims) and their log-densities (...,). `noise` is standard normal; drawn here if not given."""
+        """Actions (..., dims) and their log-densities (...,); draws standard normal `noise` if none is given."""
         mean, log_std = self.distribution(observations)
         noise = torch.randn_like(mean) if noise is None else noise
         raw = mean + log_std.exp() * noise
@@ -108,7 +109,7 @@ class SAC(nn.Module):
         return critics(inputs).view(len(self.seeds), 2, -1)
 
     def update(self, batch: dict[str, Tensor], noise: Tensor | None = None) -> dict[str, Tensor]:
-        """One step from (seeds, batch, ...) columns; metrics of shape (seeds,). `noise`: (seeds, 2 batch, dims)."""
+        """One update on (seeds, batch, ...) columns; `noise` is (seeds, 2 batch, dims). Metrics of shape (seeds,)."""
         observations, size = batch["observations"], batch["observations"].shape[1]
         alpha = self.log_alpha.detach().exp()  # (seeds, 1)
         if self.alpha_max is not None:
@@ -140,7 +141,7 @@ class SAC(nn.Module):
         }
 
     def _frozen(self, observations: Tensor, actions: Tensor) -> Tensor:
-        """The critics' values with gradients to the actions alone."""
+        """Q_i(s, a) with gradients only to the actions."""
         parameters = {name: p.detach() for name, p in self.critics.named_parameters()}
 
         def call(inputs: Tensor) -> Tensor:
