@@ -1,7 +1,7 @@
-"""Evaluation: episodes side by side in vector environments, and policies loaded from run folders.
+"""Evaluation: episodes played in parallel in vector environments, and policies loaded from run folders.
 
-Episode i starts from environment seed `seed + i`, the same for every policy, so comparisons are paired. Every
-episode that is started is played to its end and counted once: short episodes are not over-represented.
+Episode i starts from environment seed `seed + i`, the same for every policy, so comparisons are paired. Every episode
+is played to its end (or to MAX_STEPS) and counted once, so that short episodes are not over-represented.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from replaylab.run import RunFolder
 if TYPE_CHECKING:
     from replaylab.envs.noise import Noise
 
-BOX_SLACK = 1e-5  # of an action box, for rounding
-SEED = 1000  # of the first evaluation episode
-MAX_ENVS = 512  # stepped together
-MAX_STEPS = 100_000  # for environments that never end by themselves
+BOX_SLACK = 1e-5  # tolerance at the bounds of actions, for rounding
+SEED = 1000  # environment seed of the first evaluation episode
+MAX_ENVS = 512  # environments that are stepped together
+MAX_STEPS = 100_000  # of an episode, for environments that never end
 
 Act = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
@@ -62,9 +62,9 @@ def rollout(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns and lengths, (members, episodes). `act` takes observations (members, batch, ...) and its own state.
 
-    A policy with a memory gives `begin(batch)`, which makes the first state; a state that has `receive` is told the
-    rewards. With `variants` (targets, say) every episode is played by each of them, all in one batch, the episodes of
-    the first variant first; the result is (members * variants, episodes).
+    A policy with a memory passes `begin(batch)`, which makes the first state; a state that has `receive` gets the
+    rewards. With `variants` (such as targets) every episode is played once for each, all in one batch, the episodes
+    of the first variant first; the result is (members * variants, episodes).
     """
     from replaylab import envs
 
@@ -121,7 +121,7 @@ class Policy:
         self.state: Any = None
 
     def reset(self, which: np.ndarray | None = None) -> None:
-        """Forget what was seen: a new episode begins, in all environments of the batch or in those marked."""
+        """Forget the past: a new episode starts in all environments of the batch, or in those that `which` marks."""
         if which is None:
             self.state = None
         elif hasattr(self.state, "reset"):
@@ -129,8 +129,8 @@ class Policy:
 
     @torch.no_grad()
     def act(self, observations: np.ndarray, rewards: np.ndarray | float | None = None) -> np.ndarray:
-        """Actions for one observation, or for a batch of them. A policy that is asked for a return wants to know the
-        rewards that the actions before brought."""
+        """Actions for one observation, or for a batch of them. A return-conditioned policy also needs the `rewards` of
+        the previous actions."""
         observations = np.asarray(observations)
         shape = tuple(self.spaces.seen)
         if observations.shape[-len(shape) :] != shape or observations.ndim > len(shape) + 1:
@@ -146,7 +146,7 @@ class Policy:
 
 
 def load_agent(run: RunFolder, device: torch.device, seed: int | None = None) -> tuple[Any, Spaces, list[int]]:
-    """The agent a run trained: all its seeds, or the one named."""
+    """The trained agent of a run, with all its seeds or only the given one."""
     module, config = system(run.system()), run.config()
     keys = {f for f in module.Config.__dataclass_fields__}
     (settings,) = resolve([module.Config], [("config.yaml", {k: v for k, v in config.items() if k in keys})])
@@ -166,7 +166,7 @@ def load_agent(run: RunFolder, device: torch.device, seed: int | None = None) ->
 
 
 def _one_seed(weights: dict[str, Tensor], wanted: dict[str, Tensor], index: int) -> dict[str, Tensor]:
-    """Cut one seed out of tensors that stack all seeds; what the seeds share has the wanted shape already."""
+    """Cut one seed out of tensors that stack all seeds; tensors that the seeds share have the wanted shape already."""
 
     def cut(name: str) -> Tensor:
         size = wanted[name].shape
@@ -178,8 +178,8 @@ def _one_seed(weights: dict[str, Tensor], wanted: dict[str, Tensor], index: int)
 def load_policy(
     run: str | Path, seed: int | None = None, device: str = "cpu", *, target: float | None = None, **acting: Any
 ) -> Policy:
-    """The policy of a run folder. Without `seed`, the run's first one. `target`: the return to ask for. `acting`: how
-    it is to act, where its system has settings for that, such as candidates=4."""
+    """The policy of a run folder; without `seed`, that of the run's first seed. `target`: the return to aim for.
+    `acting`: other values for settings of how the policy acts, such as candidates=4, if its system has any."""
     folder = RunFolder(run).require()
     where = pick_device(device)
     agent, spaces, _ = load_agent(folder, where, folder.config()["seeds"][0] if seed is None else seed)
@@ -207,13 +207,13 @@ def evaluate_agent(
     settings: dict[str, Any] | None = None,
     targets: Sequence[float] = (),
 ) -> list[dict[str, Any]]:
-    """One record a seed (and target): every episode's return and length, raw and normalised."""
+    """One record per seed (and target): the return, raw and normalised, and the length of every episode."""
     targets = list(targets or getattr(agent, "targets", []))
     begin = (lambda batch: agent.begin(batch, targets)) if hasattr(agent, "begin") else None
     variants = max(1, len(targets))
     began = time.monotonic()
     where = torch.device(device)
-    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):  # training's random numbers stay put
+    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):  # keeps training's random state
         torch.manual_seed(seed)
         returns, lengths = rollout(
             agent.act, len(seeds), env_id, episodes,
@@ -246,7 +246,7 @@ def check_spaces(env_id: str, spaces: Spaces) -> None:
             raise UsageError(f"{env_id} shows {sees}, the data has observations of {tuple(spaces.seen)}")
         discrete = hasattr(acts, "n")
         offered = int(acts.n if discrete else acts.shape[0])
-        fits = spaces.action_dim <= offered if discrete else spaces.action_dim == offered  # a log need not show all
+        fits = spaces.action_dim <= offered if discrete else spaces.action_dim == offered  # a log may lack some actions
         if discrete != spaces.discrete or not fits:
             kind = "discrete actions" if discrete else "continuous numbers an action"
             theirs = f"{spaces.action_dim} {'discrete' if spaces.discrete else 'continuous'}"
@@ -286,9 +286,9 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Evaluate every seed of a run folder; the records are returned and added to its eval.jsonl.
 
-    targets: returns to ask a Decision Transformer for, one record each.
-    acting: settings of how the policy acts, several values each: every combination is played.
-    told: is called with the records of each combination as soon as it is played.
+    targets: returns that a Decision Transformer aims for, one record each.
+    acting: settings of how the policy acts, with several values each; every combination is played.
+    told: a function that is called with the records of each combination as soon as it is played.
     """
     folder = RunFolder(run).require()
     where = pick_device(device)

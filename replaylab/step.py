@@ -1,8 +1,9 @@
 """Running updates: eagerly, compiled, or as one captured CUDA graph.
 
-A small network's update is a few dozen tiny kernels. Launched one by one from Python they cost twenty times their
-work; captured once as a graph they are replayed with one launch. The batch indices of many steps are put on the
-device together, and a device-side cursor picks the step's own, so that the graph needs nothing from the host.
+The update of a small network is a few dozen tiny kernels. Launched one by one from Python they take twenty times as
+long as their work; captured once as a graph they are replayed with one launch. The batch indices of many updates are
+copied to the device together, and a cursor on the device picks those of each update, so that the graph needs nothing
+from the host.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from replaylab.algos import Phase
 from replaylab.data.sample import BLOCK
 from replaylab.fuse import fused
 
-WARM_UP = 3  # real calls before the capture, so that libraries and optimisers have allocated what they need
+WARM_UP = 3  # uncaptured calls first, so that libraries and optimisers have allocated their memory
 
 
 class Graph:
-    """A function of no arguments that works on tensors that stay where they are: on CUDA captured once, then
-    replayed. Its first calls run as they are, so every call does its work exactly once."""
+    """Runs a function without arguments that works in place on fixed tensors: on CUDA captured once, then replayed.
+    Each call, also the uncaptured first ones, does the work exactly once."""
 
     def __init__(self, body: Callable[[], None], device: torch.device, capture: bool = True):
         self.body, self.capture = body, capture and device.type == "cuda"
@@ -53,16 +54,16 @@ class Stepper:
         if compile == "on":
             self.update, self.gather = fused(self.update), fused(self.gather, phase.sampler.resident)
         self.step = Graph(self._body, device, capture=compile != "off")
-        self.sums: dict[str, Tensor] = {}  # metric sums since they were last read
-        self.total: Tensor | None = None  # the same as one table, (metrics, seeds), so that one kernel adds
-        self.broken: Tensor | None = None  # updates since each of them stopped being a number
+        self.sums: dict[str, Tensor] = {}  # sums of the metrics since the last `read`
+        self.total: Tensor | None = None  # the same as one table, (metrics, seeds), so that one kernel adds all
+        self.broken: Tensor | None = None  # updates since each metric became NaN or infinite
         self.count = 0
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.indices: Tensor | None = None
         self.batch: dict[str, Tensor] = {}
 
     def run(self, start: int, steps: int) -> None:
-        """Updates start, start + 1, ...; at most BLOCK of them."""
+        """Run updates start, start + 1, ..., at most BLOCK of them."""
         drawn = torch.from_numpy(self.phase.sampler.draw(start, steps))
         if self.indices is None:
             self.indices = torch.zeros((BLOCK, *drawn.shape[1:]), dtype=torch.int64, device=self.device)
@@ -75,7 +76,7 @@ class Stepper:
         self.count += steps
 
     def read(self) -> dict[str, list[float]]:
-        """Mean of each metric per seed since the last call. The one place where the device is waited for."""
+        """Mean of each metric per seed since the last call. Waits for the device."""
         means = {name: (total / max(self.count, 1)).tolist() for name, total in self.sums.items()}
         for total in self.sums.values():
             total.zero_()
@@ -83,7 +84,7 @@ class Stepper:
         return means
 
     def first_broken(self) -> tuple[str, int] | None:
-        """The metric that stopped being a number first, and how many updates ago. Waits for the device."""
+        """The metric that became NaN or infinite first, and how many updates ago. Waits for the device."""
         if self.broken is None or not self.broken.any():
             return None
         ago = self.broken.flatten(1).amax(1).tolist() if self.broken.ndim > 1 else self.broken.tolist()
@@ -100,7 +101,7 @@ class Stepper:
             self.sums = dict(zip(metrics, self.total, strict=True))
             self.broken = torch.zeros_like(self.total, dtype=torch.int64)
         self.total.add_(torch.stack(list(metrics.values())))
-        self.broken.add_((self.total - self.total) != 0)
+        self.broken.add_((self.total - self.total) != 0)  # true for NaN and infinity alone
         self.cursor.add_(1)
 
     def _index(self) -> Tensor:
@@ -108,7 +109,7 @@ class Stepper:
         return self.indices.index_select(0, self.cursor)[0]
 
     def _load_batch(self) -> None:
-        """The data stays on the host: put the batch where the graph expects it."""
+        """For data that stays on the host: copy the batch to where the graph expects it."""
         for name, value in self.gather(self._index()).items():
             if name in self.batch:
                 self.batch[name].copy_(value)

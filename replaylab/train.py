@@ -1,4 +1,4 @@
-"""`replaylab train`: settings from all their sources, the data, the run folder; then the loop (trainer.py)."""
+"""`replaylab train`: resolves the settings, reads the data, checks the run folder, then runs the loop (trainer.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replaylab.evaluate import check_spaces, pick_device
 from replaylab.run import RunFolder
 from replaylab.trainer import Options, Trainer
 
-# what may differ between a run and its resumption: how it is run, how long, and the rates that made it diverge
+# settings that --resume may change: how the run is executed, how long it is, and rates, since they may have diverged
 MEANS = {"device", "compile", "track", "checkpoint_minutes", "preset"}
 LENGTHS = {"steps", "behavior_steps", "critic_steps"}
 RATES = {"behavior_lr", "value_lr", "guide_lr", "min_lr"}
@@ -41,8 +41,8 @@ def train(
 
     `settings` are fields of `Options` and of the system's `Config`. They win over the YAML file `config`, which wins
     over `preset`, which wins over the defaults. The file may name `data` and `preset` too: a run's config.yaml is such
-    a file. A system that makes its own data (mbarc) takes `env` and no data. `logs`: what the paths in `data` hold,
-    where it was read before.
+    a file. A system that collects its own data (mbarc) takes `env` and no data. `logs`: the contents of the paths in
+    `data`, if they have been read already.
     """
     module = system(system_name)
     given = read_yaml(config) if config else {}
@@ -73,7 +73,7 @@ def train(
     else:
         source, paths = _logs(system_name, data, data_options, logs)
         spaces = Spaces.of(source)
-        if options.env:  # whatever the data says, or does not say
+        if options.env:  # the user's choice wins over what the data names
             check_spaces(options.env, spaces)
             source = replace(source, meta=source.meta | {"env_id": options.env})
         elif source.env_id:
@@ -120,7 +120,7 @@ def _environment(system_name: str, module: Any, data: Any, env: str | None) -> s
 
 
 def _usable(env_id: str, spaces: Spaces) -> str | None:
-    """The environment that the data names, if it can be had here: nobody asked for it, so training goes on without."""
+    """The environment that the data names, or None, with a note, if it is not available: nobody asked for it."""
     try:
         check_spaces(env_id, spaces)
     except ReplaylabError as error:
@@ -130,7 +130,7 @@ def _usable(env_id: str, spaces: Spaces) -> str | None:
 
 
 def _name(source: Episodes | str, paths: Sequence[str]) -> str:
-    """A short name for the data: what it calls itself, else its file's name."""
+    """A short name for the data, for the run folder: its dataset id, else the name of its file."""
     if isinstance(source, str):
         return source.split("/")[-1]
     if len(paths) > 1:
@@ -166,10 +166,10 @@ def _check_data(folder: RunFolder, was: Any, source: Episodes | str) -> None:
     then = (was["steps"], was["episodes"], was["return"]["mean"])
     if then[:2] != now[:2] or not math.isclose(
         then[2], now[2], rel_tol=1e-5, abs_tol=1e-5
-    ):  # machines add up differently
-        told = "{:,} rows in {:,} episodes with a mean return of {:g}"
+    ):  # sums differ a little between machines
+        text = "{:,} rows in {:,} episodes with a mean return of {:g}"
         raise UsageError(
-            f"cannot resume {folder.path} with other data: it had {told.format(*then)}, now {told.format(*now)}"
+            f"cannot resume {folder.path} with other data: it had {text.format(*then)}, now {text.format(*now)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The training loop: phases, progress, metrics, evaluation, checkpoints, exact resume."""
+"""The training loop: runs the phases of an agent with progress, metrics, evaluations, checkpoints and exact resume."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from replaylab.step import Stepper
 from replaylab.tensors import under
 from replaylab.track import TRACKERS, Trackers
 
-WORTH = 20.0  # seconds of work at the end of a phase that are worth a checkpoint
+WORTH = 20.0  # seconds since the last checkpoint after which the end of a phase is saved too
 
 
 @dataclass
 class Options(Settings):
     """Training run."""
 
-    env: str | None = knob(None, "environment to evaluate in; default: the one the data names")
-    seeds: list[int] = knob([0], "trained side by side in one process", Within(0, 1e12))
-    device: str = knob("auto", "auto, cpu or cuda")
+    env: str | None = knob(None, "environment to evaluate in; default: the one that the data names")
+    seeds: list[int] = knob([0], "random seeds; all are trained together in one process", Within(0, 1e12))
+    device: str = knob("auto", "auto, cpu or cuda; auto: cuda if there is a GPU")
     compile: str = knob(
-        "auto", "auto: one captured graph per step on CUDA; on: torch.compile too", ("auto", "on", "off")
+        "auto", "auto: one CUDA graph per update; on: torch.compile too; off: neither", ("auto", "on", "off")
     )
-    deterministic: bool = knob(False, "bit-equal results on CUDA, at some cost in speed")
-    eval_every: int = knob(0, "steps between evaluations; 0: ten evaluations a run, -1: only the last", Within(-1))
+    deterministic: bool = knob(False, "bit-identical results on CUDA, at some cost in speed")
+    eval_every: int = knob(0, "updates between evaluations; 0: ten per run, -1: only at the end", Within(-1))
     eval_episodes: int = knob(10, "episodes per seed in these evaluations", COUNT)
-    final_episodes: int = knob(100, "episodes per seed in the evaluation at the end; 0: none", FROM_0)
-    log_every: int = knob(0, "steps between metric lines; 0: two hundred a run", FROM_0)
+    final_episodes: int = knob(100, "episodes per seed in the evaluation at the end; 0: no evaluation", FROM_0)
+    log_every: int = knob(0, "updates between metric lines; 0: two hundred lines per run", FROM_0)
     checkpoint_minutes: float = knob(2.0, "minutes between checkpoints", FROM_0)
-    track: list[str] = knob([], "send metrics there too", tuple(TRACKERS))
+    track: list[str] = knob([], "also send metrics to these trackers", tuple(TRACKERS))
 
 
 class Interrupted(ReplaylabError):
@@ -55,7 +55,7 @@ class Interrupted(ReplaylabError):
 
 
 class Trainer:
-    """State of one training run between its steps."""
+    """One training run and its state between updates."""
 
     def __init__(
         self,
@@ -70,26 +70,26 @@ class Trainer:
     ):
         self.folder, self.options = folder, options
         self.device = pick_device(options.device)
-        self.determined = torch.are_deterministic_algorithms_enabled()  # before and after this run
+        self.determined = torch.are_deterministic_algorithms_enabled()  # restored after this run
         _set_precision(options.deterministic, self.device)
         torch.manual_seed(options.seeds[0])
         self.agent = module.Agent(algorithm, spaces, options.seeds, self.device)
         self.phases: list[Phase] = self.agent.phases(source)
         self.total = sum(phase.steps for phase in self.phases)
-        self.step = 0  # updates done, over all phases
-        self.phase = self.done = 0  # which phase, and its updates done
-        self.ended = False  # the phase stopped before its last step
-        self.findings: dict[str, Any] = {}  # of the phases that are over
+        self.step = 0  # updates done in all phases
+        self.phase = self.done = 0  # index of the phase, and its updates done
+        self.ended = False  # the phase stopped early
+        self.findings: dict[str, Any] = {}  # of finished phases
         self.notes: list[str] = []
-        self.hooked: dict[str, Tensor] = {}  # the hook's last metrics
-        self.spent = 0.0  # seconds of earlier sittings
+        self.hooked: dict[str, Tensor] = {}  # latest metrics of the hook
+        self.spent = 0.0  # seconds before the last resume
         self.loaded: dict[str, Tensor] = {}
         self.loaded_count = 0
         self.stopped = self.judging = False
         self.trackers = Trackers(options.track)
         self.began = self.saved = time.monotonic()
         if not resume:
-            folder.clear()  # only now: what was refused so far costs no old run and leaves no new one
+            folder.clear()  # only now: a run refused above has neither deleted an old run nor left a new one
         self._restore()
         self.trackers.open(folder.path, values)
         write_yaml(folder.path / "config.yaml", values)
@@ -112,7 +112,7 @@ class Trainer:
     def __enter__(self) -> Trainer:
         def stop(signum: int, frame: FrameType | None) -> None:
             self.stopped = True
-            if self.judging:  # all is trained and saved; else the loop stops at the next step
+            if self.judging:  # training is over and saved; otherwise the loop stops by itself soon
                 self._interrupt()
 
         try:
@@ -131,7 +131,7 @@ class Trainer:
         why = None
         if status == "failed":
             why = f"{error}" if isinstance(error, ReplaylabError) else f"{kind.__name__}: {error}"
-        with contextlib.suppress(OSError):  # a full disk has its own error
+        with contextlib.suppress(OSError):  # if the disk is full, the original error matters more
             self.folder.write_info(status=status, error=why, finished=finished, seconds=round(self.seconds, 3))
 
     @property
@@ -150,7 +150,7 @@ class Trainer:
                 stepper = Stepper(phase, self.device, self.options.compile)
                 self._train(phase, stepper)
                 if self.stopped or index == len(self.phases) - 1 or time.monotonic() - self.saved > WORTH:
-                    self._save(stepper)  # a whole phase is worth keeping
+                    self._save(stepper)  # so that a finished phase is not lost
                 if self.stopped:
                     self._interrupt()
         episodes = self.options.final_episodes
@@ -186,10 +186,10 @@ class Trainer:
             if self.step % log_every == 0 or self.done == phase.steps:
                 self._log(phase, stepper, bar)
             bar.update(self.done)
-            # short enough to answer Ctrl-C and show progress, long enough not to matter
+            # short enough for Ctrl-C and the progress bar, long enough to cost nothing
             piece = BLOCK if time.monotonic() - began < 0.25 else max(1, steps // 2)
             if self.done == phase.steps:
-                break  # saved below, when the phase has finished
+                break  # `run` saves when the phase has finished
             if self.stopped:
                 self._save(stepper)
                 bar.close()
@@ -208,7 +208,7 @@ class Trainer:
             self._evaluate(self.options.eval_episodes)
 
     def _label(self, phase: Phase) -> str:
-        """Its name; which one it is, where there are several."""
+        """The name of the phase, with its number if several have that name."""
         alike = [p is phase for p in self.phases if p.name == phase.name]
         return phase.name if len(alike) == 1 else f"{phase.name} {alike.index(True) + 1}/{len(alike)}"
 
@@ -216,7 +216,7 @@ class Trainer:
         raise Interrupted(f"stopped at step {self.step}; resume with the same command plus --resume")
 
     def _evaluations(self, phase: Phase) -> tuple[int, int]:
-        """Updates between evaluations (0: none), and the updates of earlier phases that had evaluations."""
+        """Updates between evaluations (0: none), and the updates of earlier phases that evaluate."""
         if not phase.evaluates or self.options.eval_every < 0:
             return 0, 0
         steps = [p.steps for p in self.phases if p.evaluates]
@@ -224,7 +224,7 @@ class Trainer:
         return self.options.eval_every or max(1, sum(steps) // 10), before
 
     def _tell(self, bar: Progress) -> None:
-        """Show what the agent has to say, each line once."""
+        """Show the agent's new notes, each once, and store them in run.json."""
         said = getattr(self.agent, "notes", [])
         new = [note for note in dict.fromkeys(said) if note not in self.notes]
         said.clear()
@@ -235,7 +235,7 @@ class Trainer:
             self.folder.write_info(notes=self.notes)
 
     def _keep(self, phase: str, found: dict[str, Any]) -> None:
-        """A phase's findings go into run.json; pictures and films into files beside it."""
+        """Store the findings of a phase in run.json, and pictures and films as files beside it."""
         for name, value in found.items():
             if isinstance(value, bytes):
                 self.folder.write_media(name, value)
@@ -258,7 +258,7 @@ class Trainer:
         self._check(stepper)
 
     def _check(self, stepper: Stepper) -> None:
-        """Stop where something is no number any more, before it gets into a checkpoint."""
+        """Raise if a metric or weight is NaN or infinite, before it gets into a checkpoint."""
         broken = stepper.first_broken()
         if broken is None:
             hooked = [name for name, value in self.hooked.items() if not value.isfinite().all()]
@@ -321,8 +321,8 @@ class Trainer:
         weights, training, state = found
         over, now = state["phases"][: state["phase"]], self._lengths()
         if over != now[: state["phase"]] or [name for name, _ in state["phases"]] != [name for name, _ in now]:
-            told = ", ".join(f"{name} {steps:,}" for name, steps in state["phases"])
-            raise UsageError(f"cannot resume {self.folder.path}: what is over keeps its steps, which were {told}")
+            listed = ", ".join(f"{name} {steps:,}" for name, steps in state["phases"])
+            raise UsageError(f"cannot resume {self.folder.path}: finished phases keep their steps, which were {listed}")
         name, steps = now[state["phase"]]
         if state["done"] > steps:
             done = f"{state['done']:,} updates of {name} are done"
@@ -354,7 +354,7 @@ class Trainer:
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """What of an optimiser's group JSON can hold; the rest is rebuilt from the configuration."""
+    """The parts of an optimiser's group that JSON can hold; the rest is rebuilt from the configuration."""
     return {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, list, tuple)) and k != "params"}
 
 

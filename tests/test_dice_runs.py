@@ -202,7 +202,7 @@ def test_what_is_over_keeps_its_steps(tmp_path):
     log, settings = make_episodes(), FRONT | {"behavior_steps": 6, "critic_steps": 8}
     run = replaylab.train("diffusion-dice", log, out=tmp_path / "r", **settings)
     before = [(run / name).read_text() for name in ("config.yaml", "run.json")]
-    with pytest.raises(UsageError, match="keeps its steps, which were behavior 6, critic 8"):
+    with pytest.raises(UsageError, match="finished phases keep their steps, which were behavior 6, critic 8"):
         replaylab.train("diffusion-dice", log, out=run, resume=True, **settings | {"behavior_steps": 9})
     assert [(run / name).read_text() for name in ("config.yaml", "run.json")] == before
     replaylab.train("diffusion-dice", log, out=run, resume=True, **settings | {"critic_steps": 12, "guide_lr": 1e-4})

@@ -1,12 +1,13 @@
 """An ensemble of Gaussian dynamics (Chua et al., 2018): (s, a) -> mean and variance of (s' - s, r).
 
     loss    sum over members (mean[(mu - y)^2 e^-lv + lv] + sum_l c_l |W_l|^2) + 0.01 (sum max - sum min)
-    lv      max - softplus(max - raw), then min + softplus(that - min): bounds that are learned, shared by the members
+    lv      log variance: max - softplus(max - raw), then min + softplus(that - min); max and min are learned bounds
 
-There is no half before c_l |W_l|^2 (GORMPO's form; OfflineRL-Kit has one). Members differ in their first weights and in
-the bootstrap sample of the rows they see. Training ends for a seed when none of its members has improved its error on
-held-out rows by more than 1 % for `patience` epochs; each member then goes back to its best weights, and the elites
-are the members with the lowest error. Seeds and members are one stack of networks.
+with y = (s' - s, r). The decay c_l |W_l|^2 has no factor 1/2 (as in GORMPO; OfflineRL-Kit has one). The members of a
+seed share the bounds; they differ in their initial weights and in the bootstrap sample of rows that they see. Training
+stops for a seed when none of its members has improved its held-out error by more than 1 % for `patience` epochs. Each
+member then returns to its best weights, and the members with the lowest error are the elites. All members of all seeds
+are one stack of networks.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from replaylab.models.mlp import MLP, generators
 
 FIRST, SECOND, INNER, LAST = 2.5e-5, 5e-5, 7.5e-5, 1e-4  # c_l
 BOUND_COST = 0.01
-IMPROVES = 0.01  # less than this share does not count
+IMPROVES = 0.01  # smaller relative improvements do not count
 WORST = 1e10
-COVERAGE = (50, 80, 95)  # per cent, for calibration
+COVERAGE = (50, 80, 95)  # per cent: prediction intervals whose coverage is reported
 
 
 def soft_clamp(raw: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -38,8 +39,8 @@ def soft_clamp(raw: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 @torch.no_grad()
 def slopes(raw: Tensor, target: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss (seeds, members) of what the networks put out, and its slopes: of the output, of the lower and of the
-    upper bound. By hand, because the graph's many tiny kernels would take longer than the networks themselves."""
+    """The loss (seeds, members) of the networks' output, and its gradients in the output and in the two bounds. Written
+    by hand, because autograd's many tiny kernels would take longer than the networks themselves."""
     mean, logvar = raw.chunk(2, -1)
     below_high = high - logvar
     above_low = (high - low) - softplus(below_high)
@@ -89,12 +90,12 @@ class Dynamics(nn.Module):
         self.register_buffer("target_std", torch.ones(self.outputs))
         self.register_buffer("elites", torch.arange(elites).repeat(self.count, 1))  # (seeds, elites)
         bounds = torch.tensor([-10.0, 0.5])[:, None, None].repeat(self.count, members, 1, 1, self.outputs)
-        self.register_buffer("bounds", bounds)  # (seeds, members, 2, 1, outputs): as each member's snapshot had them
+        self.register_buffer("bounds", bounds)  # (seeds, members, 2, 1, outputs): at each member's best weights
 
     def standardise(self, inputs: Tensor, targets: Tensor, scale_targets: bool) -> None:
         self._statistics(self.input_mean, self.input_std, inputs, 1.0)
         if scale_targets:
-            self._statistics(self.target_mean, self.target_std, targets, 1e-6)  # what never changes is imagined so
+            self._statistics(self.target_mean, self.target_std, targets, 1e-6)  # constant columns stay constant
 
     @staticmethod
     def _statistics(mean: Tensor, std: Tensor, x: Tensor, constant: float) -> None:
@@ -104,17 +105,17 @@ class Dynamics(nn.Module):
 
     @torch.no_grad()
     def take(self, theirs: dict[str, Tensor], places: Sequence[int]) -> None:
-        """The ensembles of another stack, each of ours from one of its places."""
+        """Copy the ensembles at these `places` of another stack."""
         count = len(theirs["elites"])
         for name, ours in self.state_dict().items():
             found = theirs[name]
-            if not name.startswith(("input_", "target_")):  # of the data, not of a seed
+            if not name.startswith(("input_", "target_")):  # these belong to the data, not to a seed
                 found = found.unflatten(0, (count, -1))[list(places)].flatten(0, 1)
             if found.shape != ours.shape:
                 raise UsageError(f"its {name} is {tuple(found.shape)}, this one's {tuple(ours.shape)}")
             ours.copy_(found)
 
-    # --- while training: standardised rows, bounds that are learned
+    # --- in training: standardised rows, learned bounds
 
     def raw(self, inputs: Tensor) -> Tensor:  # (seeds, members, rows, inputs)
         return self.net(inputs.flatten(0, 1)).unflatten(0, (self.count, self.members))
@@ -123,13 +124,13 @@ class Dynamics(nn.Module):
         mean, logvar = self.raw(inputs).chunk(2, -1)
         return mean, soft_clamp(logvar, self.min_logvar, self.max_logvar)
 
-    # --- afterwards: observations and actions as they are
+    # --- after training: raw observations and actions
 
     def inputs(self, observations: Tensor, actions: Tensor) -> Tensor:
         return (torch.cat([observations, actions], -1) - self.input_mean) / self.input_std
 
     def networks(self, elites_only: bool) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-        """Weights and biases of each layer, lowest and highest logvar: of all members, or of each seed's elites."""
+        """Weights and biases of each layer, lower and upper bound of lv: of all members, or of each seed's elites."""
         which = (
             self.elites if elites_only else torch.arange(self.members, device=self.elites.device).repeat(self.count, 1)
         )
@@ -154,7 +155,7 @@ class Dynamics(nn.Module):
 
 
 class Fit:
-    """Trains the ensemble on a table of transitions; sampler, update, hook, stop and finish of a phase."""
+    """Trains the ensemble on a table of transitions; has the sampler, update, hook, stop and finish of a Phase."""
 
     resident = True
 
@@ -178,19 +179,19 @@ class Fit:
         self.table, self.widths = torch.cat(columns, 1), [inputs.shape[1], targets.shape[1]]
         self._split(len(inputs))
         self.weights: list[Any] = [layer.weight for layer in model.net.layers]
-        self.costs = [2 * c for c in decays(len(self.weights))]  # the slope of c |W|^2 is 2 c W
+        self.costs = [2 * c for c in decays(len(self.weights))]  # the gradient of c |W|^2 is 2 c W
         self.parameters = list(model.parameters())
         self.optimizer = adam(self.parameters, lr)
         shape = (len(self.seeds), model.members)
-        self.best = torch.full(shape, WORST, device=self.device)  # of each member, in the space it is trained in
+        self.best = torch.full(shape, WORST, device=self.device)  # held-out errors, on standardised targets
         self.stale = torch.zeros(len(self.seeds), dtype=torch.int64, device=self.device)  # epochs without improvement
-        self.epochs = torch.zeros_like(self.stale)  # until a seed had ended
+        self.epochs = torch.zeros_like(self.stale)  # that each seed has trained
         self.kept = [p.detach().clone() for p in model.net.parameters()]
         self.kept_bounds = model.bounds.clone()
         self.epoch = 0
 
     def _split(self, rows: int) -> None:
-        """Held-out rows, training rows and bootstrap samples: each a function of the seed alone."""
+        """Choose held-out rows, training rows and bootstrap samples, as functions of the seed alone."""
         held = min(rows // 5, 1000) or 1
         self.batches = max(1, math.ceil((rows - held) / self.batch_size))
         holdout, samples = [], []
@@ -203,13 +204,13 @@ class Fit:
         self.holdout = torch.as_tensor(np.stack(holdout), device=self.device)  # (seeds, held)
         self.samples = torch.as_tensor(np.stack(samples), device=self.device)  # (seeds, members, rows)
         shape = (self.batches, len(self.seeds), self.model.members, self.batch_size)
-        self.order = torch.zeros(shape, dtype=torch.int64, device=self.device)  # the epoch's batches
+        self.order = torch.zeros(shape, dtype=torch.int64, device=self.device)  # rows of all batches of the epoch
 
     def shuffle(self, epoch: int) -> None:
-        """Every member goes through its sample in an order of its own, a function of (seed, epoch)."""
+        """Shuffle the bootstrap sample of each member, as a function of (seed, epoch)."""
         generator = torch.Generator(self.device)
         size = self.samples.shape[2]
-        wrapped = torch.arange(self.batches * self.batch_size, device=self.device) % size  # the last batch is filled up
+        wrapped = torch.arange(self.batches * self.batch_size, device=self.device) % size  # fills up the last batch
         for i, seed in enumerate(self.seeds):
             generator.manual_seed((seed * 1_000_003 + epoch) * 2 + 1)
             keys = torch.rand(self.model.members, size, generator=generator, device=self.device)
@@ -245,7 +246,7 @@ class Fit:
 
     @torch.no_grad()
     def hook(self, step: int) -> dict[str, Tensor]:
-        """Before each epoch: judge what there is, keep what is better, shuffle."""
+        """Runs before each epoch: measure the held-out error, keep weights that improved, shuffle."""
         self.epoch = step // self.batches
         errors = self._judge()
         if self.epoch < self.max_epochs:
@@ -279,7 +280,7 @@ class Fit:
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
-        """Back to each member's best weights; choose the elites; say how good they are on the held-out rows."""
+        """Restore each member's best weights and choose the elites. Returns findings on the held-out rows."""
         if not self.stop():
             self.epoch = self.max_epochs
             self._judge()
@@ -303,7 +304,7 @@ class Fit:
         }
 
     def _coverage(self, z: Tensor) -> dict[str, list[float]]:
-        """Share of held-out numbers inside each elite's own intervals, which should be the interval's."""
+        """Share of held-out numbers inside the elites' prediction intervals; ideally 0.5 in the 50 % interval, etc."""
         chosen = z[torch.arange(len(self.seeds), device=z.device)[:, None], self.model.elites].abs()
         edges = {p: math.sqrt(2) * torch.erfinv(torch.tensor(p / 100)).item() for p in COVERAGE}
         return {str(p): (chosen < edge).float().mean((1, 2, 3)).tolist() for p, edge in edges.items()}

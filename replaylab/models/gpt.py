@@ -1,11 +1,11 @@
 """The Decision Transformer: a causal transformer over (return-to-go, state, action) tokens.
 
-Every parameter carries a leading member axis, as in mlp.py: the seeds of a run are members of one stack. A step of an
-episode gives three tokens, R s a (two, s a, without return conditioning), and all of them see only what came before.
-Two styles of token are known:
+Every parameter has a leading member axis, as in mlp.py: the seeds of a run are members of one stack. Each step of an
+episode gives three tokens, R s a (two, s a, without return conditioning), and attention is causal. There are two styles
+of token:
 
-norm  (the original's Gym half)    embeddings + timestep, then a LayerNorm
-tanh  (the original's Atari half)  tanh of each embedding + timestep + the token's place in the window
+norm  (the original's Gym code)    LayerNorm(embedding + timestep)
+tanh  (the original's Atari code)  tanh(embedding) + timestep + position of the token in the window
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from replaylab.models.mlp import ACTIVATIONS, Linear
 
 Generators = Sequence[torch.Generator]
 STYLES = ("norm", "tanh")
-FEW = 16  # inputs: a product is a kernel or three, where a compiler melts a sum of columns into its neighbours
+FEW = 16  # with at most so many inputs, a sum of columns, which the compiler fuses, is faster than a product
 
 
 @dataclass(frozen=True)
 class Shape:
     observation: tuple[int, ...]  # (features,), or (stack, 84, 84)
-    actions: int  # dimensions, or how many discrete ones
+    actions: int  # dimensions, or number of discrete actions
     discrete: bool
     context: int = 20  # steps in a window
     width: int = 128
@@ -38,9 +38,9 @@ class Shape:
     dropout: float = 0.1
     style: str = "norm"
     max_timestep: int = 1000
-    returns: bool = True  # has return-to-go tokens
-    ahead: bool = False  # has heads for the next state and the next return
-    timestep_std: float = 0.02  # of the timestep table's first weights; the tanh style begins with zeros
+    returns: bool = True  # use return-to-go tokens
+    ahead: bool = False  # add heads for the next state and the next return-to-go
+    timestep_std: float = 0.02  # of the timestep table's initial weights; the tanh style starts with zeros
 
 
 def gaussian(weight: Tensor, generators: Generators, std: float) -> None:
@@ -51,7 +51,7 @@ def gaussian(weight: Tensor, generators: Generators, std: float) -> None:
 
 
 class Table(nn.Module):
-    """An embedding: rows of a (members, rows, width) table."""
+    """An embedding table of shape (members, rows, width)."""
 
     def __init__(self, generators: Generators, rows: int, width: int, std: float):
         super().__init__()
@@ -78,7 +78,7 @@ class LayerNorm(nn.Module):
 
 
 class Exact(Linear):
-    """A layer whose inputs are measured numbers: bfloat16 would round a return of 3600 to the next sixteen."""
+    """A layer that is never in bfloat16, for raw measurements: bfloat16 would round a return of 3600 to steps of 16."""
 
     def forward(self, x: Tensor) -> Tensor:  # (members, batch, inputs) -> (members, batch, outputs)
         with torch.autocast(x.device.type, enabled=False):
@@ -89,7 +89,7 @@ class Exact(Linear):
 
 
 class Conv(nn.Module):
-    """Kernels of one convolution a member; PyTorch's default initialisation."""
+    """Weights of one convolution per member, with PyTorch's default initialisation."""
 
     def __init__(self, generators: Generators, inputs: int, outputs: int, kernel: int):
         super().__init__()
@@ -104,10 +104,10 @@ class Conv(nn.Module):
 
 
 class Frames(nn.Module):
-    """pixels.NatureCNN with a member axis and its dense layer: stacks of bytes -> (members, batch, width).
+    """pixels.NatureCNN with a member axis and a dense layer: stacks of bytes -> (members, batch, width).
 
-    In Pong all but a few hundred pixels never change: divided by 255, as the original has them, frames differ so little
-    that nothing is learnt from them for thousands of updates. `look_at` takes away what is always there.
+    In Pong all but a few hundred pixels never change. Divided by 255, as in the original, frames differ so little that
+    nothing is learned from them for thousands of updates. So `look_at` fits a mean frame, which is subtracted.
     """
 
     backdrop: Tensor
@@ -123,8 +123,8 @@ class Frames(nn.Module):
         self.dense = Linear(generators, 64 * 7 * 7, width)
 
     def look_at(self, frames: Tensor) -> None:
-        """(rows, 84, 84) bytes: from now on their mean is taken off, and what is left divided by its deviation. One for
-        all pixels: most have none. Whole numbers: bfloat16 has them exactly."""
+        """From frames (rows, 84, 84), set the mean to subtract and the deviation to divide by. The mean is rounded, so
+        that bfloat16 holds it exactly; one deviation serves all pixels, because most never change."""
         self.backdrop.copy_(frames.float().mean(0).round())
         self.spread.copy_((frames - self.backdrop.to(frames.device)).square().mean().sqrt().clamp(min=1))
 
@@ -135,8 +135,8 @@ class Frames(nn.Module):
         return self.dense(torch.stack(encoded))
 
     def _encode(self, blocks: Tensor, *layers: tuple[Tensor, Tensor]) -> Tensor:
-        """An 8 x 8 kernel with stride 4 over few channels is a 2 x 2 kernel over the 4 x 4 blocks of a frame, whose
-        pixels are channels then: the same sums, in a shape that tensor cores like."""
+        """The first convolution, 8 x 8 with stride 4, is computed as a 2 x 2 kernel over 4 x 4 blocks, whose pixels
+        become channels: the same sums, in a shape that suits tensor cores."""
         (weight, bias), *others = layers
         backdrop = _blocks(self.backdrop.expand(1, weight.shape[1], -1, -1), blocks.dtype)
         x = torch.relu(F.conv2d(blocks - backdrop, _blocks(weight, weight.dtype) / self.spread, bias))
@@ -146,7 +146,7 @@ class Frames(nn.Module):
 
 
 def _blocks(x: Tensor, kind: torch.dtype) -> Tensor:
-    """(n, c, 4 h, 4 w) -> (n, 16 c, h, w) of a kind, channels last in memory."""
+    """(n, c, 4 h, 4 w) -> (n, 16 c, h, w) of type `kind`, channels last in memory."""
     blocks = x.unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).permute(0, 2, 4, 1, 3, 5)  # (n, h, w, c, 4, 4)
     return blocks.to(kind, memory_format=torch.contiguous_format).flatten(3).permute(0, 3, 1, 2)
 
@@ -161,8 +161,8 @@ class Block(nn.Module):
         self.up, self.down = Linear(generators, width, 4 * width), Linear(generators, 4 * width, width)
 
     def forward(self, x: Tensor, tokens: int, seed: Tensor, keep: slice | None = None) -> Tensor:
-        """(members, batch * tokens, width) -> the same for the tokens kept: what nobody reads afterwards need not
-        pass through the rest of the block."""
+        """(members, batch * tokens, width) -> the same. With `keep`, only those tokens pass through the second half of
+        the block, because nobody reads the others."""
         drop = self.dropout if self.training else 0.0
         qkv = self.qkv(self.norm1(x)).view(-1, tokens, 3, self.heads, x.shape[-1] // self.heads)
         y = attend(qkv, drop, seed)
@@ -179,7 +179,7 @@ class DecisionTransformer(nn.Module):
         self.shape, members, width = shape, len(generators), shape.width
         self.per_step = 3 if shape.returns else 2
         tokens, squash = self.per_step * shape.context, shape.style == "tanh"
-        self.states = slice(self.per_step - 2, None, self.per_step)  # which tokens are states
+        self.states = slice(self.per_step - 2, None, self.per_step)  # the positions of the state tokens
         pixels = len(shape.observation) == 3
         if pixels:
             self.embed_state: nn.Module = Frames(generators, shape.observation[0], width)
@@ -205,7 +205,7 @@ class DecisionTransformer(nn.Module):
         self._initialise(generators)
 
     def _initialise(self, generators: Generators) -> None:
-        """N(0, 0.02) and zero biases in the blocks; in the tanh style in the head too. The rest as PyTorch does."""
+        """N(0, 0.02) and zero biases in the blocks, in the tanh style also in the head; else PyTorch's defaults."""
         parts = [*self.blocks.modules(), *([self.head] if self.shape.style == "tanh" else [])]
         for layer in parts:
             if isinstance(layer, Linear):
@@ -213,7 +213,7 @@ class DecisionTransformer(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def decayed(self) -> list[nn.Parameter]:
-        """The weights of matrices and convolutions: no biases, norms or tables."""
+        """The weights of matrices and convolutions, without biases, norms and tables."""
         return [m.weight for m in self.modules() if isinstance(m, Linear | Conv)]
 
     def encode(self, observations: Tensor) -> Tensor:  # (members, batch..., observation) -> (members, batch..., width)
@@ -230,9 +230,9 @@ class DecisionTransformer(nn.Module):
         timesteps: Tensor,  # (members, batch, context) integers
         keep: slice | None = None,
     ) -> Tensor:
-        """What the transformer makes of each token, (members, batch, context, tokens a step, width): [..., -2, :]
-        knows everything up to the state, [..., -1, :] the action too. With `keep`, of those tokens of the window only,
-        (members, batch, kept, width). Padding stands on the right, where no real token looks."""
+        """The output at each token, (members, batch, context, tokens per step, width): [..., -2, :] has seen everything
+        up to the state, [..., -1, :] the action too. With `keep`, only at those tokens of the window, (members, batch,
+        kept, width). Padding is on the right, where causal attention never looks."""
         members, batch, steps = timesteps.shape
         x = self._tokens(states, actions, returns, timesteps).reshape(members, -1, self.shape.width)
         if self.shape.style == "norm":
@@ -254,8 +254,8 @@ class DecisionTransformer(nn.Module):
         if self.shape.returns:
             embedded.insert(0, flat(self.embed_return, returns[..., None]))
         embedded = [torch.tanh(x) for x in embedded] if squash else embedded
-        embedded.insert(-1, states)  # R s a; `encode` has squashed the states
-        x = torch.stack(torch.broadcast_tensors(*embedded), 3)  # (members, batch, context, tokens a step, width)
+        embedded.insert(-1, states)  # R s a; `encode` has applied tanh to the states
+        x = torch.stack(torch.broadcast_tensors(*embedded), 3)  # (members, batch, context, tokens per step, width)
         x = x + self.embed_timestep(timesteps.clamp(max=self.shape.max_timestep - 1))[:, :, :, None]
         if squash:
             places = self.embed_place.weight[:, : timesteps.shape[2] * self.per_step]

@@ -1,9 +1,11 @@
-"""Imagined experience: short rollouts of a policy in an ensemble of dynamics, kept in a ring. All on the device.
+"""Imagined experience: short rollouts of a policy in an ensemble of dynamics, kept in a ring buffer on the device.
 
-A rollout is a fixed sequence of kernels, so that one CUDA graph holds it: rows that have ended are computed along and
-left out when rows are stored. All that is random (first states, which elite answers which row, noise) is drawn before,
-as a function of (seed, number of the rollout): a seed imagines the same whoever trains beside it, and a run that
-resumes needs no state of a generator.
+    a ~ pi(s),   (s' - s, r) ~ N(mu_i(s, a), sigma_i(s, a)) of a random elite i,   stored reward r - penalty(s, a, s')
+
+A rollout is a fixed sequence of kernels, so that one CUDA graph holds it: rows that have terminated are still computed,
+but not stored. All randomness (first states, which elite predicts which row, noise) is drawn beforehand as a function
+of (seed, number of the rollout). A seed thus imagines the same whichever seeds are trained with it, and resuming needs
+no generator state.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from replaylab.models.dynamics import Dynamics
 from replaylab.models.penalty import ensemble_penalty, linear, penalty
 from replaylab.models.termination import Termination
 
-WIDE = 5.0  # predictions may leave the data's range by so many times its width, not further
+WIDE = 5.0  # predictions may leave the data's range by at most this many times its width
 
 
 def generator(device: torch.device, seed: int, stream: int, number: int) -> torch.Generator:
@@ -29,7 +31,7 @@ def generator(device: torch.device, seed: int, stream: int, number: int) -> torc
 
 
 def pack(normal: Tensor, actions: Tensor, rewards: Tensor, terminated: Tensor, following: Tensor) -> Tensor:
-    """Transitions as rows of one table: one gather fetches a batch."""
+    """Transitions as rows of one table, so that one gather fetches a batch."""
     columns = [normal, actions, rewards[..., None], terminated[..., None].to(rewards.dtype), following]
     return torch.cat(columns, -1)
 
@@ -43,8 +45,8 @@ def unpack(rows: Tensor, observation: int) -> dict[str, Tensor]:
 
 
 class Logged:
-    """The log's transitions on the device; rows whose successor is unknown are left out, but for terminated ones,
-    whose `following` is a stand-in."""
+    """The logged transitions on the device. Rows whose next observation is unknown are left out, except terminated
+    ones: their `following` is a placeholder, which no bootstrap uses."""
 
     def __init__(self, episodes: Episodes, device: torch.device):
         store = Store(episodes, device, resident=True)
@@ -78,18 +80,18 @@ class LoggedRows:
 
 
 class Ring:
-    """The newest `capacity` rows of each seed. Where to write next and how many there are is known to the device
-    alone, so that rows can be left out without waiting for it."""
+    """The newest `capacity` rows of each seed. Write position and row count exist only on the device, so that leaving
+    out rows does not wait for it."""
 
     def __init__(self, seeds: int, capacity: int, width: int, device: torch.device):
         self.capacity = capacity
-        self.table = torch.zeros(seeds, capacity + 1, width, device=device)  # the last row takes what is not kept
+        self.table = torch.zeros(seeds, capacity + 1, width, device=device)  # the last row absorbs rows to drop
         self.next = torch.zeros(seeds, 1, dtype=torch.int64, device=device)
         self.filled = torch.zeros(seeds, 1, dtype=torch.int64, device=device)
         self.first = torch.arange(seeds, device=device)[:, None] * (capacity + 1)
 
     def add(self, rows: Tensor, valid: Tensor) -> None:  # (seeds, rows, width), (seeds, rows)
-        """Keep the valid rows, in their order; `capacity` of them at most."""
+        """Append the valid rows, at most `capacity` of them, in order."""
         count = valid.cumsum(1)
         place = torch.where(valid, (self.next + count - 1) % self.capacity, self.capacity)
         self.table.flatten(0, 1).index_copy_(0, (self.first + place).flatten(), rows.flatten(0, 1))
@@ -111,7 +113,7 @@ class Ring:
 
 
 class Penalties:
-    """What is taken off an imagined reward: by a density, by the ensemble's own uncertainty, or by both."""
+    """The penalty on an imagined reward: from a density, from the ensemble's uncertainty, or from both."""
 
     def __init__(
         self,
@@ -134,19 +136,19 @@ class Penalties:
     def by_density(
         self, observations: Tensor, actions: Tensor, following: Tensor, live: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Penalty, (seeds, rows), and which rows it is above 0 for: softplus, which knows no threshold, for those below
-        it."""
+        """Penalty, (seeds, rows), and which rows count as penalised: those with a penalty above 0, or, for softplus,
+        which is always above 0, those with a density below the threshold."""
         assert self.density is not None
         columns = join(self.inputs, observations, actions, following)
         log_prob = self.density.log_prob(columns.flatten(0, 1)).view(live.shape)
-        if self.kind == "linear":  # its cap is a statistic of the batch: of each seed's own rows that are still going
+        if self.kind == "linear":  # its cap is a statistic of each seed's live rows
             found = linear(log_prob, self.threshold, live)
         else:
             found = penalty(self.kind, log_prob, self.threshold)
         return found, log_prob < self.threshold if self.kind == "softplus" else found > 0
 
     def by_ensemble(self, means: Tensor, deviations: Tensor) -> Tensor:  # (seeds, members, rows, columns)
-        if self.uncertainty != "aleatoric":  # the others look at the states, not at the reward
+        if self.uncertainty != "aleatoric":  # the other kinds ignore the reward column
             means, deviations = means[..., :-1], deviations[..., :-1]
         return torch.stack([ensemble_penalty(self.uncertainty, m, d) for m, d in zip(means, deviations, strict=True)])
 
@@ -154,8 +156,8 @@ class Penalties:
 class Imagination:
     """Rollouts of `length` steps from `rows` logged states of each seed, stored in `ring`.
 
-    In each step the rows are dealt out to the elites in equal random parts, so that a row needs one network's answer
-    and not all of them; only the ensemble's own penalty asks every member.
+    In each step the rows are split among the elites in equal random parts, so that each row passes through one network;
+    only the ensemble's own penalty needs all members.
     """
 
     METRICS = ("penalised", "penalty", "imagined_reward", "imagined_ends", "imagined_wild", "imagined_rows")
@@ -185,10 +187,10 @@ class Imagination:
         self.action_noise = torch.zeros(count, length, rows, actions, device=device)
         self.model_noise = torch.zeros(count, length, rows, outputs, device=device)
         self.sums = torch.zeros(len(self.METRICS), count, device=device)
-        self.survivors = torch.zeros(count, device=device)  # rows that went on after the first step
+        self.survivors = torch.zeros(count, device=device)  # rows still live after the first step
 
     def prepare(self, number: int) -> None:
-        """Draw all that is random in this rollout."""
+        """Draw all the randomness of this rollout."""
         for i, seed in enumerate(self.seeds):
             g = generator(self.starts.device, seed, 1, number)
             self.first[i].random_(0, len(self.starts), generator=g)
@@ -199,7 +201,7 @@ class Imagination:
 
     @torch.no_grad()
     def roll(self) -> None:
-        """The rollout as it was prepared; captured as a graph."""
+        """Run the prepared rollout; can be captured as a CUDA graph."""
         self.sums.zero_()
         networks = self.dynamics.networks(elites_only=self.penalties.uncertainty == "none")
         observations = self.starts[self.first]  # (seeds, rows, observation)
@@ -229,7 +231,7 @@ class Imagination:
         return following, valid & inside & ~done
 
     def _predict(self, observations: Tensor, actions: Tensor, noise: Tensor, networks: tuple) -> tuple[Tensor, Tensor]:
-        """Drawn (s' - s, r) of each row from its elite, and the ensemble's uncertainty (seeds, rows)."""
+        """A sample of (s' - s, r) for each row from its elite, and the ensemble's uncertainty, (seeds, rows)."""
         count, rows = observations.shape[:2]
         inputs, elites = self.dynamics.inputs(observations, actions), self.dynamics.elites.shape[1]
         if self.penalties.uncertainty == "none":
@@ -258,7 +260,7 @@ class Imagination:
         return total, below
 
     def metrics(self) -> dict[str, Tensor]:
-        """Means over the rows of the last rollout, (seeds,) each; how many rows there were."""
+        """Means over the rows of the last rollout and their number, (seeds,) each."""
         rows = self.sums[-1]
         means = self.sums / rows.clamp(min=1)
         found = dict(zip(self.METRICS, means, strict=True)) | {"imagined_rows": rows.clone()}
@@ -277,12 +279,12 @@ def foretell(
     observations: Tensor,  # (rows, observation)
     horizon: int,
 ) -> tuple[Tensor, Tensor]:
-    """What each elite expects of the policy from these states, without noise: where it is after `horizon` steps,
-    (seeds, elites, rows, observation), and the sum of rewards up to there or to the end, (seeds, elites, rows)."""
+    """Noise-free rollouts of the policy in each elite from these states: the states after `horizon` steps, (seeds,
+    elites, rows, observation), and the sums of rewards until then or until termination, (seeds, elites, rows)."""
     count, elites = dynamics.elites.shape
     networks, width = dynamics.networks(elites_only=True), observations.shape[1]
     states = observations.expand(count, elites, -1, -1).flatten(1, 2)  # (seeds, elites * rows, observation)
-    far = 50 * dynamics.input_std[:width]  # a prediction that runs away stays a number
+    far = 50 * dynamics.input_std[:width]  # keeps predictions that diverge finite
     low, high = dynamics.input_mean[:width] - far, dynamics.input_mean[:width] + far
     total, live = torch.zeros_like(states[..., 0]), torch.ones_like(states[..., 0], dtype=torch.bool)
     for _ in range(horizon):
@@ -297,7 +299,7 @@ def foretell(
 
 
 def widen(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
-    """The data's range and WIDE times its width on both sides; a constant column's width is one."""
+    """The data's range, extended by WIDE times its width on both sides; a constant column counts as width 1."""
     width = highest - lowest
     width = WIDE * torch.where(width > 1e-6, width, 1.0)
     return lowest - width, highest + width

@@ -1,21 +1,21 @@
-"""Penalties on imagined rewards, r - coefficient * w: pure functions of tensors.
+"""Penalties w on imagined rewards, r - coefficient * w: pure functions of tensors.
 
-From a density (GORMPO): l is the log-density of an imagined step, tau the threshold, gap = tau - l > 0 where unlikely.
+From a density (GORMPO), with l the log-density of an imagined step, tau the threshold, gap = tau - l (> 0 if unlikely):
 
     tanh          max(0, tanh(gap / 10))              from 0 to 1; the default
-    signed-tanh   tanh(gap / 10)                      from -1 to 1: a bonus inside the data
-    linear        clip(gap, 0, Q3 + 1.5 IQR)          quartiles of the gap over the batch, so that no row dominates; 0
-                                                      everywhere while nearly all rows are inside the data
+    signed-tanh   tanh(gap / 10)                      from -1 to 1: inside the data a bonus
+    linear        clip(gap, 0, Q3 + 1.5 IQR)          quartiles of the gap over the batch, so that no row dominates;
+                                                      0 everywhere while nearly all rows are inside the data
     inverse       1 / (e^-gap + 1e-6) where l < tau   1 at the threshold, rising to a million
     exponential   e^min(gap, 5) - 1 where l < tau     0 at the threshold, rising to 147
     softplus      ln(1 + e^-l)                        no threshold
     indicator     1 where l < tau
 
-From the ensemble of dynamics (MOPO), means and deviations (members, rows, dims):
+From the dynamics ensemble (MOPO), with means mu_i and deviations sigma_i (members, rows, dims):
 
-    aleatoric     largest length of a member's deviations
-    pairwise      largest distance of a member's mean from the members' mean
-    ensemble-std  root of the mean variance between the members' means
+    aleatoric     max_i |sigma_i|
+    pairwise      max_i |mu_i - mean of all mu|
+    ensemble-std  root of the mean, over the dims, of the variance of mu_i over the members
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from torch.nn.functional import softplus
 from replaylab.errors import UsageError, nearest
 
 BOUNDED = ("tanh", "signed-tanh", "indicator")  # at most 1, so that a coefficient on the scale of a reward fits
-CAP = 5.0  # of the exponential's exponent: beyond, the penalty would drown every reward
+CAP = 5.0  # limit of the exponential's exponent, so that the penalty does not drown every reward
 
 
 def linear(log_prob: Tensor, threshold: Tensor | float, live: Tensor | None = None) -> Tensor:
-    """The quartiles are those of the last axis, of rows that are `live`, that is, whose rollout has not ended."""
+    """The quartiles are taken over the last axis, among `live` rows, whose rollout has not ended."""
     gap = threshold - log_prob
     live = torch.ones_like(gap, dtype=torch.bool) if live is None else live
     ordered = torch.where(live, gap, torch.inf).sort(-1).values
     last = (live.sum(-1, keepdim=True) - 1).clamp(min=0)
 
-    def quartile(share: float) -> Tensor:  # torch.quantile knows no rows that do not count, and 16 million at most
+    def quartile(share: float) -> Tensor:  # torch.quantile has no mask, and a limit of 16 million
         place = share * last
         below = place.floor().long()
         above = torch.minimum(below + 1, last)
@@ -50,8 +50,8 @@ def linear(log_prob: Tensor, threshold: Tensor | float, live: Tensor | None = No
 
 
 def inverse(log_prob: Tensor, threshold: Tensor | float) -> Tensor:
-    """GORMPO adds 1e-6 to e^l itself. In ten dimensions e^l and e^tau are far below that, and the penalty would vanish
-    without a word; here it is 1e-6 of e^tau, which is the same where tau = 0."""
+    """GORMPO adds 1e-6 to e^l itself. In ten dimensions e^l and e^tau are far below that, so the penalty would silently
+    vanish. Here 1e-6 is relative to e^tau, which is the same where tau = 0."""
     return torch.where(log_prob < threshold, 1 / (torch.exp(log_prob - threshold) + 1e-6), 0.0)
 
 
@@ -67,13 +67,13 @@ DENSITY: dict[str, Callable[[Tensor, Tensor | float], Tensor]] = {
 
 
 def penalty(kind: str, log_prob: Tensor, threshold: Tensor | float) -> Tensor:
-    """(rows,) penalty of imagined steps with these log-densities."""
+    """Penalty (rows,) of imagined steps with these log-densities."""
     if kind not in DENSITY:
         raise UsageError(f"unknown penalty '{kind}'{nearest(kind, DENSITY)}")
     return DENSITY[kind](log_prob, threshold)
 
 
-# --- MOPO's own
+# --- MOPO's penalties
 
 
 def aleatoric(means: Tensor, stds: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ ENSEMBLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def ensemble_penalty(kind: str, means: Tensor, stds: Tensor) -> Tensor:
-    """(rows,) penalty from what the members predict, each (members, rows, dims)."""
+    """Penalty (rows,) from the predictions of the members, (members, rows, dims) each."""
     if kind not in ENSEMBLE:
         raise UsageError(f"unknown uncertainty '{kind}'{nearest(kind, ENSEMBLE)}")
     return ENSEMBLE[kind](means, stds)

@@ -1,11 +1,11 @@
-"""Networks of a diffusion policy, with a leading member axis: the score of the logged actions, and guidance.
+"""Networks of a diffusion policy, with a leading member axis: the score of the logged actions, and the guidance.
 
-Both are pure functions of (action, time, state). Both split the same way: what depends on the state and the time
-alone (`condition`) and what depends on the action (`body`). The first is computed once for all candidate actions of
-a state; while sampling, once for all times of the solver's plan.
+    score(x, t, s) = body(x, condition(t, s)) / sigma_t     body(x) predicts -noise
+    guide(x, t, s) = W = body(x, condition(t, s))           its gradient in x is written out: no autograd in sampling
 
-    score(x, t, s) = body(x, condition(t, s)) / sigma_t       body(x) is about -noise
-    guide(x, t, s)                                            its gradient in x is written out: no autograd in sampling
+Both are functions of (noisy action x, time t, state s), split in two: `condition` depends only on state and time,
+`body` also on the action. The first is computed once for all candidate actions of a state and, when sampling, for all
+times of the solver's plan at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIME = 2 * FREQUENCIES
 
 
 class TimeEmbedding(nn.Module):
-    """Sines of random, frozen frequencies, then a linear layer."""
+    """Sines and cosines of random, frozen frequencies, then a linear layer."""
 
     def __init__(self, generators: Generators):
         super().__init__()
@@ -47,8 +47,8 @@ class TimeEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Two layers with a shortcut; the condition comes in between. A shortcut between widths is a linear layer, which
-    shares one matrix product with the first layer."""
+    """Two layers with a shortcut; the condition is added between them. Where the width changes, the shortcut is a
+    linear layer, which shares a matrix product with the first layer."""
 
     def __init__(self, generators: Generators, inputs: int, outputs: int):
         super().__init__()
@@ -68,7 +68,7 @@ def spread(x: Tensor, condition: Tensor) -> Tensor:
 
 
 class ScoreNet(nn.Module):
-    """Score of the actions in the data, a U of residual blocks; 1.6 million parameters at the default width."""
+    """The score of the logged actions: a U-shaped residual network, 1.6 million parameters at the default width."""
 
     def __init__(self, generators: Generators, state: int, action: int, width: int = 512):
         super().__init__()
@@ -91,8 +91,8 @@ class ScoreNet(nn.Module):
         return self.project(silu(self.embed(silu(joined))))
 
     def conditions(self, times: Tensor, state: Tensor) -> Tensor:
-        """The same at each of (steps,) times for every state: (members, steps, states, ...). States and times are
-        embedded once each."""
+        """The same for every state at each of (steps,) times: (members, steps, states, ...). Each state and each time
+        is embedded once."""
         members, rows, inner = len(state), state.shape[1], 32
         weight, bias = self.join.weight, self.join.bias
         of_state = torch.baddbmm(bias, silu(self.state(state)), weight[:, :inner])
@@ -116,11 +116,11 @@ class ScoreNet(nn.Module):
 
 
 class GuideNet(nn.Module):
-    """W(action, time, state): an MLP with SiLU and one output. `gradient` is that of the output in the action.
+    """W(action, time, state): an MLP with SiLU and one output; `gradient` is its gradient in the action.
 
-    PyTorch's initialisation lets an action of few numbers drown in 32 of time, and shrinks it threefold at each layer:
-    the network may stand still for thousands of updates before it finds out what the action is for. `balanced` weights
-    keep the size of what passes (He et al., 2015), and give action, time and state an equal share of it.
+    With PyTorch's initialisation the few numbers of an action drown among the 32 of the time and shrink threefold at
+    each layer, so the network may ignore the action for thousands of updates. `balanced` weights keep the size of
+    signals (He et al., 2015) and give action, time and state an equal share.
     """
 
     def __init__(self, generators: Generators, state: int, action: int, hidden: Sequence[int], balanced: bool = False):
@@ -135,7 +135,7 @@ class GuideNet(nn.Module):
 
     @torch.no_grad()
     def _balance(self, parts: Sequence[int]) -> None:
-        """From bounds of 1 / sqrt(inputs) to sqrt(6 / inputs)."""
+        """Scale weights from uniform bounds of 1 / sqrt(inputs) to sqrt(6 / inputs)."""
         for layer in self.inner:
             layer.get_parameter("weight").mul_(math.sqrt(6))
         for size, rows in zip(parts, self.first.weight.split(list(parts), 1), strict=True):
@@ -147,7 +147,7 @@ class GuideNet(nn.Module):
         return torch.baddbmm(self.first.bias, shared, self.first.weight[:, self.action :])
 
     def conditions(self, times: Tensor, state: Tensor) -> Tensor:
-        """At each of (steps,) times: (members, steps, states, hidden)."""
+        """The same at each of (steps,) times: (members, steps, states, hidden)."""
         _, of_time, of_state = self.first.weight.split([self.action, TIME, state.shape[-1]], 1)
         embedded = self.time(times.view(1, -1, 1).expand(len(state), -1, -1)) @ of_time
         return embedded[:, :, None] + torch.baddbmm(self.first.bias, state, of_state)[:, None]
@@ -166,7 +166,7 @@ class GuideNet(nn.Module):
         return self.body(action, self.condition(time, state))
 
     def gradient(self, action: Tensor, condition: Tensor) -> Tensor:
-        """Of `body` in the action, by hand: forward, then the chain rule backwards. Same shape as the action."""
+        """The gradient of `body` in the action, by the chain rule; has the shape of the action."""
         inputs = [self._enter(action, condition)]  # of each SiLU
         for layer in self.inner:
             inputs.append(layer(silu(inputs[-1])))
@@ -183,10 +183,10 @@ class GuideNet(nn.Module):
 def guided_sample(
     score: ScoreNet, guide: GuideNet | None, scale: Tensor, states: Tensor, noise: Tensor, plan: Plan
 ) -> Tensor:
-    """Actions from noise, (members, states * candidates, action), a state's candidates next to each other.
+    """Actions from noise, (members, states * candidates, action); the candidates of a state are neighbours.
 
-    The score is that of the data's actions plus `scale` times the guidance's gradient, at each evaluation. What depends
-    on state and time is computed before, for all evaluations at once.
+    Each evaluation uses the score of the logged actions plus `scale` times the gradient of the guidance. The parts that
+    depend only on state and time are computed beforehand, for all evaluations at once.
     """
     times, sigmas = plan.tensors(noise.device)
     of_score = score.conditions(times, states)  # (members, evaluations, states, ...)
@@ -196,7 +196,7 @@ def guided_sample(
     def guess(x: Tensor, i: int) -> Tensor:
         if guide is None or of_guide is None:
             found = score.body(x, of_score[:, i])
-        else:  # neither network fills a GPU: side by side
+        else:  # neither network fills a GPU, so they run in parallel
             pull = beside(partial(guide.gradient, x, of_guide[:, i]), x.device)
             found = torch.addcmul(score.body(x, of_score[:, i]), pull(), pulls[i])
         return torch.add(x / plan.alphas[i], found, alpha=plan.sigmas[i] / plan.alphas[i])

@@ -1,8 +1,11 @@
 """Values from logged actions alone: semi-gradient DICE (Mao et al., 2024), with a leading axis of seeds.
 
-The better policy maximises return minus alpha times an f-divergence from the data, f(w) = (w - 1)^2 above 1 and
-w log w - w + 1 below. Its dual needs V and Q at logged actions only: V is least in E[f*(y) + V / alpha], where
-y = (Q - V) / alpha, and f*'(y) is the ratio of the better policy to the data.
+The optimal policy pi* maximises the return minus alpha times an f-divergence from the data, with f(w) = (w - 1)^2 for
+w >= 1 and w log w - w + 1 below. The dual problem needs V and Q only at logged actions:
+
+    V    minimises E[f*(y) + V / alpha],   y = (Q - V) / alpha,   f*(y) = y^2 / 4 + y for y >= 0, else e^y - 1
+    w    = f*'(y) = pi*(a | s) / pi_D(a | s) is y / 2 + 1 for y >= 0, else e^y
+    W    the guidance, minimises E[w e^-W + W], so that W = log E[w | a_t, s]
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ TWINS = 2
 AGGREGATES = ("mean", "min", "lcb", "first")
 
 
-# Losses come with their slopes, which are short formulas: half the kernels of autograd, and nothing to overflow.
+# Losses return their gradients too, which are short formulas: half the kernels of autograd, and no overflow.
 
 
 def conjugate(y: Tensor) -> Tensor:
@@ -30,26 +33,26 @@ def conjugate(y: Tensor) -> Tensor:
 
 
 def ratio(y: Tensor) -> Tensor:
-    """w = f*'(y): how much likelier the better policy takes an action than the data does."""
+    """w = f*'(y): how much likelier the optimal policy takes an action than the data does."""
     return torch.where(y >= 0, y / 2 + 1, y.exp())
 
 
 def weights(y: Tensor, least: float = 1e-40, most: float = 100.0) -> Tensor:
-    """The same, kept in bounds."""
+    """The same ratio, clipped."""
     return ratio(y).clamp(least, most)
 
 
 def value_loss(value: Tensor, target: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor]:
-    """E[f*(y) + V / alpha] (seeds,), its slope in V (seeds, batch), and y."""
+    """E[f*(y) + V / alpha] (seeds,), its gradient in V (seeds, batch), and y."""
     y = (target - value) / alpha
     return conjugate(y).mean(1) + value.mean(1) / alpha, (1 - ratio(y)) / (alpha * y.shape[1]), y
 
 
 def guide_loss(energy: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """E[w exp(-W) + W], least at W = log E[w], and its slope; (seeds, batch, copies) and (seeds, batch) in.
+    """E[w e^-W + W] and its gradient, from W (seeds, batch, copies) and w (seeds, batch).
 
-    It is multiplied with exp(-m), where m is the largest exponent of the batch, so that nothing overflows. Exponents
-    above 80 count as 80.
+    Both are multiplied by e^-m, where m is the largest -W of the batch (at least -1), so that nothing overflows. Values
+    of -W above 80 count as 80.
     """
     exponent = (-energy).clamp(max=80)
     largest = draws.most(exponent.amax((1, 2), keepdim=True)).clamp(min=-1)
@@ -68,7 +71,7 @@ def aggregated(values: Tensor, how: str) -> Tensor:  # (seeds, members, rows) ->
 
 
 class Value(nn.Module):
-    """V(s), or Q of (s, a) as one vector: an MLP with LayerNorm, which keeps it tame where there is no data."""
+    """V(s), or Q of the vector (s, a): an MLP with LayerNorm, which limits extrapolation away from the data."""
 
     def __init__(self, generators: Sequence[torch.Generator], inputs: int, hidden: Sequence[int]):
         super().__init__()
@@ -83,8 +86,8 @@ class Value(nn.Module):
 
 
 class Critics(nn.Module):
-    """Q(s, a): twins with slow targets, which V learns from, and an ensemble, which only judges. A seed's twins and its
-    ensemble are one stack of networks: one forward and one backward pass serve all."""
+    """Q(s, a): twins with target networks, from which V learns, and an ensemble that ranks candidates (and, if it
+    learns Q - V, also gives y). Both are one stack of networks, so that one forward and one backward pass do all."""
 
     shares: Tensor
 
@@ -99,11 +102,11 @@ class Critics(nn.Module):
         least: bool = True,
     ):
         super().__init__()
-        self.least = least  # V learns from the lesser of the two targets, or from their mean
+        self.least = least  # V learns from the smaller of the two targets, or from their mean
         self.seeds, self.members = seeds, len(generators) // seeds
         shares = torch.ones(self.members, 1)
         shares[TWINS:] /= max(self.members - TWINS, 1)
-        self.register_buffer("shares", shares, persistent=False)  # of the loss: the twins' sum, the ensemble's mean
+        self.register_buffer("shares", shares, persistent=False)  # in the loss: sum of the twins, mean of the ensemble
         make = Value if normed else partial(MLP, outputs=1)
         self.nets = make(generators, inputs, hidden)
         if original:
@@ -114,7 +117,7 @@ class Critics(nn.Module):
 
     @torch.no_grad()
     def _original_init(self, generators: Sequence[torch.Generator]) -> None:
-        """The original's ensemble reads the fan of a matrix from the wrong side: bounds follow the outputs."""
+        """The original's ensemble mistakes fan-out for fan-in: its bounds follow the number of outputs."""
         for tensor in self.nets.layers.parameters():
             bound = tensor.shape[-1] ** -0.5
             for i, generator in enumerate(generators):
@@ -129,8 +132,8 @@ class Critics(nn.Module):
         return self._values(self.nets, self.members, states, actions)
 
     def loss(self, values: Tensor, goal: Tensor, base: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Mean squared error of each Q, (seeds, members), and the slope of the whole loss in the values. With `base`,
-        V(s), the ensemble learns how far the goal is above it."""
+        """Mean squared error of each Q, (seeds, members), and the gradient of the total loss in the values. With `base`
+        = V(s), the ensemble learns goal - V(s)."""
         error = values - goal[:, None]
         if base is not None:
             error[:, TWINS:] += base[:, None]
@@ -141,14 +144,14 @@ class Critics(nn.Module):
         return values.amin(1) if self.least else values.mean(1)
 
     def judge(self, states: Tensor, actions: Tensor) -> Tensor:
-        """What each Q that chooses thinks: (seeds, judges, rows). The ensemble, or else the targets."""
+        """The Qs that select actions, (seeds, judges, rows): the ensemble, or the target twins if there is none."""
         if self.members > TWINS:
             return self(states, actions)[:, TWINS:]
         return self._values(self.targets, TWINS, states, actions)
 
     @torch.no_grad()
     def track(self, share: float) -> None:
-        """Move the targets to the twins."""
+        """Move the target networks towards the twins."""
         slow = [p.view(self.seeds, TWINS, *p.shape[1:]) for p in self.targets.parameters()]
         fast = [p.view(self.seeds, self.members, *p.shape[1:])[:, :TWINS] for p in self.nets.parameters()]
         torch._foreach_lerp_(slow, fast, share)

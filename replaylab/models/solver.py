@@ -1,15 +1,20 @@
 """DPM-Solver++ (Lu et al., 2022): from noise to a sample in a handful of network evaluations.
 
-A diffusion model of the variance-preserving kind blends data with noise, x_t = alpha_t x_0 + sigma_t z. Between two
-times the path back to the data is exactly linear but for the model's guess of x_0, so a step is a weighted sum of
-the present x and of one guess (order 1) or of two (order 2: the second one is made at the time in between). The
-weights depend on the times alone and are tabulated once; what follows is a short loop that knows nothing of networks.
+A variance-preserving diffusion model blends data with noise, x_t = alpha_t x_0 + sigma_t z. Between two times s > t the
+path back to the data is linear except for the model's guess D of x_0. With lambda = log(alpha / sigma) and
+h = lambda_t - lambda_s, a step is
+
+    order 1    x_t = (sigma_t / sigma_s) x_s - alpha_t (e^-h - 1) D(x_s, s)
+    order 2    the same with D replaced by (1 - 1 / 2r) D(x_s, s) + (1 / 2r) D(x_m, m)
+
+where x_m at a time m in between comes from a step of order 1, and r = (lambda_m - lambda_s) / h. The weights depend
+only on the times and are tabulated once; the rest is a short loop that knows nothing of networks.
 
     sample = solve(guess, noise, plan(15, 2))        # guess(x, i): x_0 from x at the time plan.times[i]
 
-The grid is uniform in time, and the last step is of order 1: with 15 evaluations seven steps of order 2 and one of
-order 1. That last step is a coarse one and narrows the spread of samples a little. It is part of the method: a policy
-tuned with this solver wants this solver. `power` makes the steps near the data finer, which keeps more of the spread.
+The grid is uniform in time, and the last step is of order 1: 15 evaluations are seven steps of order 2 and one of
+order 1. The last step is coarse and narrows the spread of samples a little. That is part of the method: a policy tuned
+with this solver needs this solver. `power` above 1 makes steps near the data finer, which keeps more of the spread.
 """
 
 from __future__ import annotations
@@ -24,8 +29,8 @@ from torch import Tensor
 
 from replaylab.errors import UsageError
 
-BETA = (0.1, 20.0)  # of the linear variance-preserving schedule, at time 0 and at time 1
-FIRST, LAST = 1.0, 1e-3  # the times between which samples are made
+BETA = (0.1, 20.0)  # linear variance-preserving schedule: beta at times 0 and 1
+FIRST, LAST = 1.0, 1e-3  # sampling goes from the first time to the last
 ORDERS = (1, 2)
 
 
@@ -37,7 +42,7 @@ def log_alpha(time: float) -> float:
 
 
 def alpha_sigma(time: float) -> tuple[float, float]:
-    """Shares of data and of noise at a time."""
+    """alpha_t and sigma_t."""
     log = log_alpha(time)
     return math.exp(log), math.sqrt(-math.expm1(2 * log))
 
@@ -55,19 +60,19 @@ def time_of(half_log_snr: float) -> float:
 
 
 def blend(time: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha and sigma of a tensor of times."""
+    """alpha_t and sigma_t for a tensor of times."""
     log = -time.square() * ((BETA[1] - BETA[0]) / 4) - time * (BETA[0] / 2)
     return log.exp(), (-torch.expm1(2 * log)).sqrt()
 
 
-# --- the plan: every number a step needs
+# --- the plan: all numbers that the steps need
 
 
 @dataclass(frozen=True)
 class Step:
-    """x <- keep x + use[0] D0 (+ use[1] D1), D0 the guess at x; D1 the one at `half`, which is made like a step."""
+    """x <- keep x + use[0] D0 (+ use[1] D1): D0 is the guess at x, D1 the one at x_m, which the step `half` gives."""
 
-    index: int  # of D0's time; D1's is the next one
+    index: int  # of the time of D0; D1 has the next one
     keep: float
     use: tuple[float, ...]
     half: Step | None = None
@@ -75,20 +80,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    times: tuple[float, ...]  # one an evaluation
+    times: tuple[float, ...]  # one per evaluation
     alphas: tuple[float, ...]
     sigmas: tuple[float, ...]
     steps: tuple[Step, ...]
 
     @lru_cache  # noqa: B019 - plans are few and live as long as the program
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Times and sigmas on a device. Made once: a graph cannot be captured while the host sends numbers."""
+        """Times and sigmas on a device, cached: the host cannot send numbers while a CUDA graph is captured."""
         return torch.tensor(self.times, device=device), torch.tensor(self.sigmas, device=device)
 
 
 def orders(evaluations: int, order: int) -> list[int]:
-    """Orders of the steps: as many of order 2 as leave one step of order 1 at the end, or two when the number of
-    evaluations is even."""
+    """Orders of the steps: steps of order 2, then one step of order 1, or two if the number of evaluations is even."""
     if order == 1:
         return [1] * evaluations
     single = 1 if evaluations % 2 else 2
@@ -116,7 +120,7 @@ def _step(grid: list[float], at: int) -> Step:
 
 
 def _double(grid: list[float], at: int) -> Step:
-    """Over two intervals of the grid, with a guess at the time between them."""
+    """A step of order 2 over two intervals of the grid, with the second guess at the time between them."""
     start, middle, end = (half_log_snr(t) for t in grid[at : at + 3])
     ratio = (middle - start) / (end - start)
     (_, sigma), (alpha, to_sigma) = alpha_sigma(grid[at]), alpha_sigma(grid[at + 2])
@@ -126,7 +130,7 @@ def _double(grid: list[float], at: int) -> Step:
 
 
 def solve(guess: Callable[[Tensor, int], Tensor], x: Tensor, plan: Plan) -> Tensor:
-    """Follow the plan from noise x. `guess(x, i)` is the model's x_0 for x at the time plan.times[i]."""
+    """The sample that the plan makes from noise x. `guess(x, i)` is the model's x_0 for x at time plan.times[i]."""
     for step in plan.steps:
         first = guess(x, step.index)
         moved = torch.add(step.keep * x, first, alpha=step.use[0])
