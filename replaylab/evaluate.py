@@ -263,7 +263,7 @@ def check_spaces(env_id: str, spaces: Spaces) -> None:
 
 def _check_targets(agent: Any, targets: Sequence[float]) -> None:
     if not hasattr(agent, "begin") or not agent.targets:
-        raise UsageError("this run's policy is not asked for a return: leave the target out")
+        raise UsageError("this run's policy takes no target return: leave the target out")
     if not all(map(math.isfinite, targets)):
         raise UsageError("a target must be a number")
     low, high = (round(float(x), 2) for x in agent.returns_range)
@@ -302,7 +302,7 @@ def evaluate(
     check_spaces(env_id, spaces)
     own = folder.config().get("env")
     if getattr(module, "ONLINE", False) and env_id != own:
-        print(f"note: {run} learnt {own}, and is played in {env_id}", file=sys.stderr)
+        print(f"note: {run} was trained in {own} and is played in {env_id}", file=sys.stderr)
     if targets:
         _check_targets(agent, targets)
     if idle := [name for name in acting or {} if name in getattr(agent, "idle", ())]:

@@ -43,7 +43,7 @@ class Config(Settings):
     behavior_width: int = knob(512, "width of its widest layers", Within(4))
     # values and guidance
     alpha: float = knob(0.5, "weight of staying near the data: small is greedy, large is cautious", RATE)
-    gamma: float = knob(0.99, "discount", SHARE)
+    gamma: float = knob(0.99, "discount factor", SHARE)
     tau: float = knob(0.005, "share by which target networks move towards the networks per update", SHARE)
     batch_size: int = knob(512, "rows per batch of values and guidance", COUNT)
     noise_copies: int = knob(16, "noisy copies of each action that the guidance learns from", COUNT)
@@ -61,7 +61,7 @@ class Config(Settings):
     guide_hidden: list[int] = knob([256, 256, 256, 256], "widths of the hidden layers of the guidance", COUNT)
     value_lr: float = knob(3e-4, "AdamW's learning rate of the values", RATE)
     guide_lr: float = knob(3e-4, "AdamW's learning rate of the guidance", RATE)
-    precision: str = knob("fp32", "of guidance and Qs in training (on CUDA, fp32 means TF32)", ("fp32", "bf16"))
+    precision: str = knob("fp32", "in guidance and Qs when training; fp32 is TF32 on CUDA", ("fp32", "bf16"))
     lr_decay: bool = knob(True, "let both learning rates fall to min_lr along a cosine")
     min_lr: float = knob(0.0, "learning rate at the end of that cosine", FROM_0)
     weight_decay: float = knob(1e-4, "decoupled weight decay of values and guidance", FROM_0)

@@ -78,7 +78,7 @@ class Config(Settings):
     final_tokens: int = knob(0, "predicted actions at which that cosine would reach 0; 0: 6/5 of the run", FROM_0)
     temperature: float = knob(0.0, "sampling temperature of discrete actions; 0: take the most likely one", FROM_0)
     top_k: int = knob(0, "sample only among the k most likely discrete actions; 0: among all", FROM_0)
-    precision: str = knob("fp32", "of the forward pass in training (on CUDA, fp32 means TF32)", ("fp32", "bf16"))
+    precision: str = knob("fp32", "in the forward pass of training; fp32 is TF32 on CUDA", ("fp32", "bf16"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -369,8 +369,8 @@ class Agent(nn.Module):
         """The memory before an episode's first step. Several targets split the batch into equal parts, in order."""
         if targets and self.config.condition == "none":
             raise UsageError("this dt was trained with `condition none`: it takes no target")
-        asked = torch.tensor(list(targets or self.targets or [0.0]), device=self.device)
-        return Context(self, batch, asked.repeat_interleave(batch // len(asked)))
+        wanted = torch.tensor(list(targets or self.targets or [0.0]), device=self.device)
+        return Context(self, batch, wanted.repeat_interleave(batch // len(wanted)))
 
     @torch.no_grad()
     def act(self, observations: Tensor, state: Context | None = None) -> tuple[Tensor, Context]:

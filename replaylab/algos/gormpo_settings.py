@@ -26,7 +26,7 @@ class Config(SACConfig):
     actor_lr_decay: bool = knob(True, "let the actor's learning rate fall to zero along a cosine")
     alpha_max: float | None = knob(1.0, "upper limit of the entropy temperature; none: no limit")
     goal_min: float | None = knob(
-        None, "lower limit of the critics' targets; none: no limit; GORMPO: 0, wrong if returns are negative"
+        None, "lower limit of the critics' targets; none: no limit; original: 0, wrong if returns are negative"
     )
     normalize: bool = knob(True, "standardise the observations of actor and critics")
     density: str = knob("realnvp", "density model to fit; none: no density penalty", [*KINDS, "none"])
@@ -41,14 +41,14 @@ class Config(SACConfig):
     uncertainty: str = knob("none", "MOPO's penalty from the ensemble's uncertainty", [*ENSEMBLE, "none"])
     uncertainty_coef: float | None = knob(None, "coefficient of that penalty; default: by dataset; 0: none", FROM_0)
     termination: str = knob("auto", "when imagined episodes end: auto, an environment, none, or FILE.py:FUNCTION")
-    dynamics_model: str | None = knob(None, "run folder to take trained ensembles from, seed by seed")
+    dynamics_model: str | None = knob(None, "run folder to take the ensembles from, seed by seed; default: train them")
     members: int = knob(7, "networks in the ensemble", COUNT)
     elites: int = knob(5, "best members, by held-out error, that imagine", COUNT)
     dynamics_hidden: list[int] = knob([200, 200, 200, 200], "widths of the ensemble's hidden layers", COUNT)
     dynamics_lr: float = knob(1e-3, "Adam's learning rate of the ensemble", RATE)
     dynamics_batch: int = knob(256, "rows per batch of each member", COUNT)
     scale_targets: bool = knob(True, "standardise the targets of the ensemble, not only its inputs")
-    patience: int = knob(5, "stop the ensemble after so many epochs that improve held-out error by under 1 %", COUNT)
+    patience: int = knob(5, "stop after so many epochs in which no member's held-out error fell by 1 %", COUNT)
     max_epochs: int = knob(200, "most epochs of the ensemble", COUNT)
     rollout_batch: int = knob(50_000, "logged states that each rollout starts from", COUNT)
     rollout_length: int | None = knob(None, "imagined steps from each of them; default: by dataset, else 5", COUNT)

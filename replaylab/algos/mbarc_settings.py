@@ -54,7 +54,7 @@ class Config(ppo.Config):
         Within(0, 0.9999),
     )
     input_noise: float = knob(0.05, "share of input pixels replaced by their frame's median", SHARE)
-    sampling_decay: int = knob(3700, "updates until the model is fed its own bits and frames, not true ones", FROM_0)
+    sampling_decay: int = knob(3700, "updates over which its own bits, and frames in a sequence, replace true ones", FROM_0)
     world_grad_clip: float = knob(1.0, "clip the gradients of world and reward model to this norm", RATE)
     # the reward model
     reward_head: str = knob(
@@ -65,9 +65,9 @@ class Config(ppo.Config):
     )
     reward_steps: int = knob(0, "reward model updates per epoch; 0: the strategy's number", FROM_0)
     reward_batch: int = knob(32, "transitions per batch of the reward model", COUNT)
-    masses: list[float] = knob(list(reward.MASSES), "share of each class in the draws of strategy mbarc")
+    masses: list[float] = knob(list(reward.MASSES), "share of each class in mbarc's draws; a fourth: negative rewards")
     classes: str = knob(
-        "near", "classes of masses. near: far zero, near zero, reward; lead-up: before, reward, other", reward.CLASSES
+        "near", "what masses weigh. near: far zero, near zero, reward; lead-up: before, reward, other", reward.CLASSES
     )
     near: int = knob(1, "most steps from a reward that count as near, or as before it", COUNT)
     focal: bool = knob(False, "class-balanced focal loss instead of cross-entropy")
