@@ -54,7 +54,7 @@ class Config(ppo.Config):
         Within(0, 0.9999),
     )
     input_noise: float = knob(0.05, "share of input pixels replaced by their frame's median", SHARE)
-    sampling_decay: int = knob(3700, "updates over which its own bits, and frames in a sequence, replace true ones", FROM_0)
+    sampling_decay: int = knob(3700, "updates over which its own bits and frames replace the true ones", FROM_0)
     world_grad_clip: float = knob(1.0, "clip the gradients of world and reward model to this norm", RATE)
     # the reward model
     reward_head: str = knob(

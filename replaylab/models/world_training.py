@@ -135,7 +135,7 @@ class WorldTrainer:
         decay: int = 22_250,
         rollout: int = 50,
         max_norm: float = 1.0,
-        lr: float = 0.0,  # AdamW's; 0: Adafactor, as the original
+        lr: float = 0.0,  # Adam's; 0: Adafactor, as the original
         average: float = 0.0,
         compile: bool | None = None,
     ):
