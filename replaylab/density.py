@@ -89,7 +89,7 @@ def split(episodes: Episodes, seed: int = 0) -> list[np.ndarray]:
     """Episode ids of the training, validation and test parts: 80, 10 and 10 %."""
     count = episodes.num_episodes
     if count < 10:
-        raise UsageError(f"a density model needs 10 episodes to hold some out, the data has {count}")
+        raise UsageError(f"a density model needs 10 episodes to hold some out, the data has {count}; mopo needs none")
     order = np.random.default_rng([seed, 80]).permutation(count)
     held = max(1, count // 10)
     return [np.sort(part) for part in (order[2 * held :], order[:held], order[held : 2 * held])]

@@ -15,6 +15,7 @@ from typing import Any
 
 from replaylab import stats
 from replaylab.errors import ReplaylabError, UsageError
+from replaylab.evaluate import MAX_STEPS
 from replaylab.page import count
 from replaylab.run import RunFolder
 
@@ -132,7 +133,7 @@ def _finites(values: Any) -> list[float]:
 
 def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations]:
     found: dict[str, Evaluations] = {}
-    empty = lost = 0
+    empty = lost = cut = 0
     for line in lines:
         line = dictionary(line)
         step, returns = finite(line.get("step")), _finites(line.get("returns"))
@@ -142,6 +143,7 @@ def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations
             empty += 1
             continue
         lost += len(line["returns"]) - len(returns)  # of evaluations that are shown
+        cut += sum(length >= MAX_STEPS for length in _finites(line.get("lengths")))
         settings = dictionary(line.get("settings"))
         env, normalized = str(line.get("env")), _finites(line.get("normalized"))
         key = json.dumps([env, settings], sort_keys=True)
@@ -155,6 +157,8 @@ def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations
         run.notes.append(f"{count(empty, 'evaluation')} without a single finished episode")
     if lost:
         run.notes.append(f"{count(lost, 'return')} not finite and left out: scores are better than the policy")
+    if cut:
+        run.notes.append(f"{count(cut, 'episode')} cut off after {MAX_STEPS:,} steps and counted as they were")
     groups = list(found.values())
     differing = compare([g.settings for g in groups])[1]
     for group in groups:

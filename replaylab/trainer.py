@@ -22,6 +22,7 @@ from replaylab.data.inspect import summarize
 from replaylab.data.sample import BLOCK
 from replaylab.errors import DataError, ReplaylabError, UsageError
 from replaylab.evaluate import evaluate_agent, pick_device, summary
+from replaylab.page import count
 from replaylab.progress import Progress, duration
 from replaylab.run import RunFolder, command_line, machine
 from replaylab.step import Stepper
@@ -284,7 +285,7 @@ class Trainer:
         error = "" if found["error"] is None else f" ± {found['error']:.1f}"
         (bar.say if bar else lambda text: print(text, file=sys.stderr))(
             f"step {self.step}: {found['env']} {found['score']} {found['mean']:.1f}{error} "
-            f"({found['seeds']} seeds x {episodes} episodes, {duration(records[0]['seconds'])})"
+            f"({count(found['seeds'], 'seed')} x {count(episodes, 'episode')}, {duration(records[0]['seconds'])})"
         )
 
     # --- checkpoints

@@ -288,6 +288,13 @@ def test_what_cannot_be_assessed_is_said():
         assess_agent(Constant([0.1, 0.1]), Spaces.of(log), [0], broken, budget=TINY)
 
 
+def test_who_learns_by_playing_is_played(tmp_path):
+    (tmp_path / "config.yaml").write_text('system: "mbarc"\n')
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match="mbarc learns by playing: `replaylab eval"):
+        assess(tmp_path)
+
+
 def test_episodes_that_were_trained_on_are_found_out():
     log = habits(10)
     assert offpolicy.seen(log, log) == 1 and offpolicy.seen(habits(10, seed=1), log) == 0

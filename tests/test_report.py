@@ -123,11 +123,13 @@ def test_unfinished_runs_say_so(tmp_path):
     lines = [evaluation(100, 0, [1.0]), evaluation(200, 0, [2.0]), evaluation(100, 1, [3.0]), evaluation(100, 2, [])]
     lines[1]["returns"] = lines[1]["normalized"] = [2.0, float("nan")]
     lines[3]["returns"] = [float("nan")] * 2
+    lines[0]["lengths"] = [100_000]
     run = make_run(tmp_path / "a", lines, status="interrupted", seeds=[0, 1, 2])
     (row,) = summarize_runs([run])
     notes = " / ".join(row["notes"])
     assert "interrupted" in notes and "2 of 3 seeds evaluated" in notes and "different steps, 100 to 200" in notes
     assert "1 evaluation without a single finished episode" in notes and "1 return not finite" in notes
+    assert "1 episode cut off after 100,000 steps" in notes
     assert row["return"]["mean"] == 2.5
 
 

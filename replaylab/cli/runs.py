@@ -18,6 +18,7 @@ from replaylab.config import add_arguments, add_sweep_arguments
 from replaylab.data.read import TOYS
 from replaylab.errors import UsageError
 from replaylab.evaluate import pick_device
+from replaylab.page import count
 from replaylab.run import RunFolder
 
 
@@ -276,7 +277,7 @@ def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['run']}{_label(row['settings'])}: {row['env']} {row['score']} {row['mean']:.1f}{error}, "
         f"IQM {row['iqm']:.1f}{interval}, raw return {row['return']:.1f}, "
-        f"length {row['length']:.0f}; {row['seeds']} seeds, {row['episodes']} episodes"
+        f"length {row['length']:.0f}; {count(row['seeds'], 'seed')}, {count(row['episodes'], 'episode')}"
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylab.algos import Spaces
+from replaylab.algos import Spaces, system
 from replaylab.config import write_whole
 from replaylab.data.episodes import Episodes
 from replaylab.data.read import load
@@ -55,9 +55,10 @@ def assess(
     gamma: the discount; default: the system's own, or 0.99.
     """
     folder = RunFolder(run).require()
-    where = pick_device(device)
+    config, where = folder.config(), pick_device(device)
+    if getattr(system(folder.system()), "ONLINE", False):
+        raise UsageError(f"{folder.system()} learns by playing: `replaylab eval {run}` says what it scores in its game")
     agent, spaces, seeds = load_agent(folder, where)
-    config = folder.config()
     train = train if train is not None else _own_data(config, needed=data is None)
     if data is None:
         episodes, sources = train, config.get("data")
