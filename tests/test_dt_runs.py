@@ -124,7 +124,7 @@ def test_without_returns_there_is_no_target(levers, tmp_path):
     settings = {"steps": 5, "condition": "none", "final_episodes": 1, "device": "cpu"}
     run = replaylab.train("dt", levers, out=tmp_path / "r", preset="debug", **settings)
     assert RunFolder(run).lines("eval.jsonl")[-1]["settings"] == {}
-    with pytest.raises(UsageError, match="not asked for a return"):
+    with pytest.raises(UsageError, match="takes no target return"):
         replaylab.evaluate(run, episodes=1, targets=[1.0])
 
 

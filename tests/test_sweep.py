@@ -28,6 +28,7 @@ from replaylab.run import RunFolder
 from replaylab.sweep import cluster, local, read_plan, run
 from replaylab.sweep.estimate import Watch
 from replaylab.sweep.queue import Queue
+from replaylab.trainer import Trainer
 
 
 class Forked:
@@ -175,12 +176,14 @@ def test_a_sweep_that_was_killed_whole_goes_on(place, forked):
 
 def test_a_cell_that_another_process_has_is_waited_for(place, forked, capfd):
     """As after a kill of the watcher alone: its worker trains on."""
-    long = {"system": "bc", "name": "long", "settings": {"steps": 1500}, "datasets": ["one"]}
+    long = {"system": "bc", "name": "long", "datasets": ["one"]}
     path = write(place, systems=[long, {"system": "bc", "datasets": ["two"]}])
     queue, plan = Queue(place / "sweeps" / "tiny"), read_plan(path)
     queue.write(plan)
 
     def orphan():
+        train = Trainer.run
+        Trainer.run = lambda self: (time.sleep(2), train(self))  # in this process alone
         with queue.claim(plan.cells[0]):
             queue.work(plan.cells[0])
 
