@@ -1,8 +1,8 @@
 """Settings: dataclass <-> YAML <-> command line.
 
 A system's `Config` is a dataclass whose fields are made with `knob`; that one line gives the default, the YAML key,
-the command-line option and its help text. Precedence: default < preset < YAML file < command line. A key nobody
-knows is an error that names the nearest one.
+the command-line option and its help text. Precedence: default < preset < YAML file < command line. An unknown
+key is an error that names the nearest known one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from replaylab.errors import UsageError, nearest, require
 
 @dataclass(frozen=True)
 class Within:
-    """Numbers that a setting admits; `above`: not `low` itself."""
+    """The range of numbers that a setting accepts; `above` excludes `low` itself."""
 
     low: float
     high: float = math.inf
@@ -47,7 +47,7 @@ ANY, FROM_0, COUNT, RATE, SHARE = Within(-math.inf), Within(0), Within(1), Withi
 
 
 def knob(default: Any, help: str, admits: Iterable[str] | Within = ANY) -> Any:
-    """One setting: its default, what it does, and what it admits: a few words, or numbers within limits."""
+    """A dataclass field for one setting. `admits`: the words to choose from, or a range of numbers."""
     choices, within = (None, admits) if isinstance(admits, Within) else (tuple(admits), ANY)
     metadata = {"help": help, "choices": choices, "within": within}
     if isinstance(default, (list, dict)):
@@ -57,7 +57,7 @@ def knob(default: Any, help: str, admits: Iterable[str] | Within = ANY) -> Any:
 
 @dataclass
 class Settings:
-    """What has knobs. Its numbers are within their limits, wherever they come from."""
+    """Base class of settings: checks that all numbers are within their limits, wherever they come from."""
 
     def __post_init__(self) -> None:
         for knob in fields(self):
@@ -89,7 +89,7 @@ def _value_type(annotation: Any) -> tuple[type, bool, bool]:
 
 
 def check(cls: type, key: str, value: Any) -> Any:
-    """The value as the field's type, or a UsageError that says what would fit."""
+    """The value converted to the field's type, or a UsageError that says what would fit."""
     knob = next(f for f in fields(cls) if f.name == key)
     kind, is_list, optional = _value_type(typing.get_type_hints(cls)[key])
     if value is None and optional:
@@ -101,7 +101,7 @@ def check(cls: type, key: str, value: Any) -> Any:
         return item
 
     def typed(item: Any) -> Any:
-        number = isinstance(item, Real) and not isinstance(item, bool)  # NumPy's too
+        number = isinstance(item, Real) and not isinstance(item, bool)  # also NumPy's numbers
         if kind is float and number:
             return float(item)
         if kind is int and number and float(item).is_integer():
@@ -120,7 +120,7 @@ def check(cls: type, key: str, value: Any) -> Any:
 
 
 def resolve(classes: Iterable[type], layers: Iterable[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """One instance of each class, filled from `layers` of (where it comes from, {key: value}), later ones winning."""
+    """One instance of each class, filled from `layers` of (source, {key: value}); later layers win."""
     classes = list(classes)
     owner = {f.name: cls for cls in classes for f in fields(cls)}
     values: dict[str, Any] = {}
@@ -134,7 +134,7 @@ def resolve(classes: Iterable[type], layers: Iterable[tuple[str, dict[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type) -> None:
-    """An option for every field of `cls`. What the user did not give stays out of the parsed namespace."""
+    """Add an option for every field of `cls`. Options that are not given stay out of the parsed namespace."""
     group = parser.add_argument_group(cls.__doc__.splitlines()[0].rstrip(".").lower() if cls.__doc__ else cls.__name__)
     hints = typing.get_type_hints(cls)
     for knob in fields(cls):
@@ -155,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type) -> None:
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser, cls: type, names: Iterable[str], title: str) -> None:
-    """Options for the named fields that take several values each."""
+    """Add an option for each named field that takes several values."""
     group, hints = parser.add_argument_group(title), typing.get_type_hints(cls)
     for knob in fields(cls):
         if knob.name in names and "--" + knob.name.replace("_", "-") not in parser._option_string_actions:
@@ -177,17 +177,17 @@ def _boolean(word: str) -> bool:
 
 # --- YAML
 
-_POWER_OF_TEN = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 takes 1e-3 for a word
+_POWER_OF_TEN = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-3 as a string
 _OWN_LINE = re.compile(r"^([A-Za-z_]\w*): (.+)$")
 
 
 def write_yaml(path: Path, values: dict[str, Any]) -> None:
-    """One `key: JSON` line each: valid YAML that `read_yaml` reads back without a YAML library."""
+    """Write one `key: JSON` line per setting: valid YAML that `read_yaml` reads back without a YAML library."""
     write_whole(path, "".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The whole file or, on a full disk, the old one."""
+    """Replace a file atomically: if writing fails, as on a full disk, the old one stays."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.replace(part, path)
@@ -204,7 +204,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         match = _OWN_LINE.match(line)
         try:
             found[match[1]] = json.loads(match[2])  # type: ignore[index]
-        except (TypeError, ValueError):  # not a line of ours
+        except (TypeError, ValueError):  # not written by `write_yaml`
             return _parse_yaml(path, text)
     return found
 

@@ -1,4 +1,4 @@
-"""One progress line: what is being done, how far, how fast, how long still."""
+"""One progress line: what is being done, how far, how fast, and the time left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """A bar that redraws itself on a terminal; where there is none, a line after five seconds and then one a minute."""
+    """A bar that redraws itself on a terminal; elsewhere, a line after five seconds and then one a minute."""
 
     def __init__(self, label: str, total: int, done: int = 0, unit: str = "steps", file: TextIO | None = None):
         self.label, self.total, self.done, self.unit = label, total, done, unit
@@ -49,7 +49,7 @@ class Progress:
         self.file.flush()
 
     def say(self, text: str) -> None:
-        """A line of its own above the bar."""
+        """Print a line of its own above the bar."""
         print(f"\r\033[K{text}" if self.live else text, file=self.file, flush=True)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Run folders -> one self-contained HTML page, or the same table as data.
 
-`results.py` reads the folders, `stats.py` makes the numbers. What a folder says is shown as text, never as HTML.
+`results.py` reads the folders and `stats.py` computes the numbers; this file lays out the page, a function for each
+section. Text from a folder is escaped, never taken as HTML.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from replaylab.sections import sections_of
 __all__ = ["report", "summarize_runs"]
 
 NOT_METRICS = {"step", "phase", "seed", "seconds"}
-POINTS = 150  # of a training curve; longer ones are averaged in groups
-SHOWN = 6  # charts of a phase that are open from the start
-MANY = 12  # evaluations; of more than so many only those of the runs' own settings are drawn
+POINTS = 150  # per training curve; longer ones are averaged in groups
+SHOWN = 6  # charts of a phase that are visible at once; the rest unfolds on a click
+MANY = 12  # if there are more evaluations, only those with the runs' own settings are drawn
 
 
 def report(run_paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
@@ -133,8 +134,8 @@ def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str
 
 
 def _own(found: Sequence[Any], names: Sequence[tuple[str, str]]) -> list[Any]:
-    """All of them, or where they are too many to look at, of each run (run, label) those without a label, which is as
-    it was trained; of a run that has none, the first."""
+    """All evaluations or, if there are too many to look at, each run's evaluations without a label (its own settings);
+    for a run without any such, the first. `names` holds (run, label) of each evaluation."""
     if len(found) <= MANY:
         return list(found)
     plain = {run for run, label in names if not label}
@@ -187,7 +188,7 @@ def _score_cells(row: dict[str, Any]) -> list[Any]:
     where = text(row["env"]) if row["env"] else "no environment"
     where += f", {row['label']}" if row["label"] else ""
     status = str(row["status"] or "unknown")
-    of = "" if status == "finished" else f" of {number(row['steps'])}"  # phases may end before their last step
+    of = "" if status == "finished" else f" of {number(row['steps'])}"  # phases can end early
     known = status if status in ("finished", "failed", "interrupted") else ""
     return [
         Html(f"<b>{escape(row['run'])}</b><br><small>{escape(where)}</small>"),
@@ -279,13 +280,13 @@ def _metric_chart(metric: str, by_run: dict[str, dict[Any, dict[float, float]]],
 
 
 def _mean(values: np.ndarray, axis: int) -> np.ndarray:
-    """Mean of the known values, NaN where there is none."""
+    """Mean of the finite values, NaN where there are none."""
     known = np.isfinite(values)
     return np.where(known, values, 0).sum(axis) / np.where(known.any(axis), known.sum(axis), np.nan)
 
 
 def _data_html(runs: list[Run]) -> Html:
-    found: dict[str, tuple[Any, list[str], list[str]]] = {}  # the same summary is shown once
+    found: dict[str, tuple[Any, list[str], list[str]]] = {}  # by summary, to show each once
     for run in runs:
         summary, paths = run.info.get("data"), run.config.get("data")
         labels = [_short_path(p) for p in (paths if isinstance(paths, list) else [paths] if paths else ["arrays"])]

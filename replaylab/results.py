@@ -1,7 +1,7 @@
 """Read run folders: what was trained, how it scored, and the headline table as data.
 
-Folders may be of running, killed or resumed runs, and their files may hold anything: what cannot be read as expected
-is left out and noted. The score of a run is its last evaluation, never its best.
+Runs may be unfinished, killed or resumed, and their files may hold anything: what cannot be read as expected is left
+out. The score of a run is its last evaluation, never its best.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ UNREADABLE = "unreadable"  # the status of a run whose config.yaml or run.json c
 
 @dataclass
 class Evaluations:
-    """What one run scored in one environment under one setting: lines[step][seed]."""
+    """The scores of one run in one environment with one choice of settings: lines[step][seed]."""
 
     env: str
     settings: dict[str, Any]
     lines: dict[int, dict[Any, dict[str, Any]]] = field(default_factory=dict)
-    label: str = ""  # settings that tell it from the run's others
+    label: str = ""  # the settings that distinguish it from the run's other evaluations
 
     @property
     def seeds(self) -> list[Any]:
@@ -61,18 +61,18 @@ class Run:
 
     @property
     def doubts(self) -> list[str]:
-        """What there is to say against its scores; the rest of the notes are of its training."""
+        """The notes that cast doubt on the scores: all except those that training wrote to run.json."""
         said = self.info.get("notes")
         return [note for note in self.notes if not isinstance(said, list) or note not in map(text, said)]
 
     @property
     def step(self) -> int | None:
-        """The last that was logged, over all phases."""
+        """The last logged step, over all phases."""
         return max((int(line["step"]) for line in self.metrics), default=None)
 
 
 def read_runs(paths: str | Path | Iterable[str | Path]) -> list[Run]:
-    """Each run once, by whatever paths it is named. One among others that cannot be read is kept, with a note."""
+    """Read each run once, however often it is named. If one of several is unreadable, it is kept with a note."""
     folders: dict[Path, RunFolder] = {}
     for path in [paths] if isinstance(paths, str | Path) else paths:
         for folder in _folders(Path(path)):
@@ -97,7 +97,7 @@ def _read_run(folder: RunFolder, name: str) -> Run:
     info = dictionary(folder.info()) if (folder.path / "run.json").exists() else {}
     metrics = [line for line in folder.lines("metrics.jsonl") if finite(dictionary(line).get("step")) is not None]
     run = Run(folder.path, name, config, info, metrics, [])
-    if info.get("status") == "running":  # what it will say at its end, or could not say
+    if info.get("status") == "running":  # run.json gets the final status and time only when training ends
         times = [found for line in metrics if (found := finite(line.get("seconds"))) is not None]
         run.info = info | {"status": "killed" if folder.left() else "running", "seconds": max(times, default=None)}
     run.evaluations = _read_evaluations(folder.lines("eval.jsonl"), run)
@@ -106,18 +106,18 @@ def _read_run(folder: RunFolder, name: str) -> Run:
 
 
 def _folders(path: Path) -> list[RunFolder]:
-    """A run folder, or those that a folder holds."""
+    """The run folders inside `path`, or `path` itself if it holds none."""
     inside = [RunFolder(p) for p in sorted(path.iterdir())] if path.is_dir() else []
     return [f for f in inside if f.exists()] if any(f.exists() for f in inside) else [RunFolder(path).require()]
 
 
 def dictionary(value: Any) -> dict[str, Any]:
-    """A dictionary, or an empty one: files may hold anything."""
+    """The value if it is a dictionary, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def finite(value: Any) -> float | None:
-    """A finite number, or None: files may hold anything."""
+    """The value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -142,15 +142,15 @@ def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations
         if not returns:
             empty += 1
             continue
-        lost += len(line["returns"]) - len(returns)  # of evaluations that are shown
+        lost += len(line["returns"]) - len(returns)  # of the evaluations that are kept
         cut += sum(length >= MAX_STEPS for length in _finites(line.get("lengths")))
         settings = dictionary(line.get("settings"))
         env, normalized = str(line.get("env")), _finites(line.get("normalized"))
         key = json.dumps([env, settings], sort_keys=True)
         group = found.setdefault(key, Evaluations(env, settings))
-        seed = json.dumps(line.get("seed"))  # anything JSON can hold as a key
+        seed = json.dumps(line.get("seed"))  # a key, whatever the file holds
         kept = group.lines.setdefault(int(step), {})
-        # of several lines the one of most episodes counts; of as many the later one, as a resumed run may repeat a step
+        # the line with most episodes counts; if several have as many, the last, as a resumed run may repeat a step
         if len(returns) >= len(kept.get(seed, {"returns": []})["returns"]):
             kept[seed] = {"returns": returns, "normalized": normalized if len(normalized) == len(returns) else []}
     if empty:
@@ -190,7 +190,7 @@ def _notes(run: Run) -> list[str]:
 
 
 def summarize_runs(run_paths: str | Path | Iterable[str | Path]) -> list[dict[str, Any]]:
-    """The headline table as plain JSON: a row for each run, or for each setting where a run has several."""
+    """The headline table as plain JSON: one row per run, or per setting if a run was evaluated with several."""
     return [row for run in read_runs(run_paths) for row in rows_of(run)]
 
 
@@ -231,7 +231,7 @@ def _scored(group: Evaluations) -> dict[str, Any]:
 
 
 def why_unscored(envs: Iterable[Any]) -> str:
-    """Of runs that were given these environments."""
+    """Says why runs with these environments have no scores."""
     if any(envs):
         return "No evaluation has finished yet."
     return "No environment was given: nothing was evaluated. `replaylab assess RUN` says what the log alone can tell."
@@ -242,7 +242,7 @@ def text(value: Any) -> str:
 
 
 def compare(dicts: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """(entries that all have alike, keys that differ)."""
+    """(entries that all dictionaries share, keys that differ)."""
     keys = list(dict.fromkeys(key for d in dicts for key in d))
     differing = [k for k in keys if len({json.dumps(d.get(k), sort_keys=True) + str(k in d) for d in dicts}) > 1]
     return {k: dicts[0][k] for k in keys if k not in differing}, differing

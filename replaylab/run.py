@@ -5,7 +5,7 @@ run.json        command, machine, versions, data summary, status, time
 metrics.jsonl   one line per seed at each logging step
 eval.jsonl      one line per seed at each evaluation, with every episode's return
 checkpoints/    step-N/: weights.safetensors, training.safetensors, state.json
-media/          pictures and films that a system made, where it makes any
+media/          pictures and videos, for systems that make any
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from replaylab.config import read_yaml, write_whole
 from replaylab.errors import DataError, UsageError, nearest
 from replaylab.tensors import load_tensors, save_tensors
 
-KEEP = 2  # checkpoints: the last one, and the one before it should the last prove unreadable
+KEEP = 2  # checkpoints: the last one, and the one before in case the last is unreadable
 
 
 class RunFolder:
@@ -51,7 +51,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """One process at a time; the lock goes with the process, however it ends."""
+        """Let only one process train in the folder. The lock is released when the process ends, even if killed."""
         new = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -66,10 +66,10 @@ class RunFolder:
                 yield
             finally:
                 if new and not any(p.name != ".lock" for p in self.path.iterdir()):
-                    shutil.rmtree(self.path)  # what was refused leaves nothing behind
+                    shutil.rmtree(self.path)  # a run that is refused leaves nothing behind
 
     def left(self) -> bool:
-        """Did whoever trained in it go? A copy without its lock cannot tell."""
+        """Whether the process that trained here has ended. False also for a copy without the lock file: unknown."""
         try:
             with open(self.path / ".lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -113,7 +113,7 @@ class RunFolder:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """All lines; one that a kill cut short is left out."""
+        """All lines of a JSONL file, except those that a kill cut short."""
         path = self.path / name
         found = []
         for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -122,7 +122,7 @@ class RunFolder:
         return found
 
     def rewind(self, step: int) -> None:
-        """Forget what was logged after `step`: the resumed run logs it again."""
+        """Drop what was logged after `step`: the resumed run logs it again."""
         for name in ("metrics.jsonl", "eval.jsonl"):
             if (self.path / name).exists():
                 kept = [line for line in self.lines(name) if line["step"] <= step]
@@ -131,7 +131,7 @@ class RunFolder:
     # --- checkpoints
 
     def checkpoints(self) -> list[Path]:
-        """Complete ones, oldest first: a checkpoint gets its name only when it is whole."""
+        """The complete checkpoints, oldest first. `save` gives a checkpoint its final name only when it is complete."""
         folder = self.path / "checkpoints"
         found = [p for p in folder.glob("step-*") if not p.name.endswith(".part")] if folder.exists() else []
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
@@ -139,7 +139,7 @@ class RunFolder:
     def save(self, step: int, weights: dict[str, Tensor], training: dict[str, Tensor], state: dict[str, Any]) -> None:
         target = self.path / "checkpoints" / f"step-{step}"
         part = target.with_name(target.name + ".part")
-        for left in target.parent.glob("step-*.part"):  # by a process that was killed while it saved
+        for left in target.parent.glob("step-*.part"):  # from a process that was killed while saving
             shutil.rmtree(left, ignore_errors=True)
         part.mkdir(parents=True)
         try:
@@ -166,7 +166,7 @@ class RunFolder:
         return None
 
     def places(self, seeds: Sequence[int], alone: bool = False) -> list[int]:
-        """Where each seed stands among those of this run. `alone`: its only seed stands for any other."""
+        """The index of each seed in this run. `alone`: if the run has only one seed, use it for every seed."""
         trained = self.config().get("seeds") or []
         if alone and len(trained) == 1:
             return [0] * len(seeds)
@@ -191,7 +191,7 @@ def command_line() -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to judge a timing."""
+    """Hardware and versions: what a reader needs to judge timings."""
     versions = {}
     for name in ("gymnasium", "mujoco", "ale_py"):
         with contextlib.suppress(Exception):

@@ -1,6 +1,6 @@
-"""D4RL's normalised score: 0 is a random policy, 100 an expert.
+"""D4RL's normalised score: 0 is a random policy, 100 an expert (in Atari games a human).
 
-Returns are normalised one by one, or their mean; never a standard deviation, which has no zero point.
+Only returns and their means can be normalised. A standard deviation has no zero point: it may only be scaled.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _ALIASES = {
 
 
 def reference(env_id: str) -> tuple[float, float] | None:
-    """(random, expert) for an environment or dataset, or None where nobody has published them.
+    """(random, expert) for an environment or dataset, or None where they are not known.
 
     Understands `d4rl/hopper`, `hopper`, `Hopper-v5`, `hopper-medium-v2`, `hopper/medium-v0`, `maze2d-large-dense-v1`,
     `mujoco/hopper/medium-v0`, `D4RL/pen/human-v2`, `atari/BankHeist`, `atari/bank_heist` and the like.

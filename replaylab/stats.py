@@ -18,7 +18,7 @@ import numpy as np
 Statistic = Callable[[np.ndarray], np.ndarray]
 Scores = Sequence[Any] | np.ndarray  # one array of episode scores for each seed, or a (seeds, episodes) matrix
 
-CHUNK = 2**21  # resampled values held at a time
+CHUNK = 2**21  # resampled values in memory at a time
 
 
 def mean(values: Any) -> np.ndarray:
@@ -39,14 +39,14 @@ def iqm(values: Any) -> np.ndarray:
 
 
 def mean_and_error(values: Any) -> tuple[float, float]:
-    """The mean and its standard error s / sqrt(n), s with n - 1 below the line. One value has no known error: NaN."""
+    """The mean and its standard error s / sqrt(n), where s divides by n - 1. The error of a single value is NaN."""
     values = np.asarray(values, np.float64)
     error = values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
     return float(values.mean()), float(error)
 
 
 def independent_units(scores: Scores, groups: Sequence[Any] | None = None) -> tuple[np.ndarray, np.ndarray, str]:
-    """(values, strata, "seed" or "episode"): what may be resampled, and the stratum each value belongs to.
+    """(values, strata, "seed" or "episode"): the values to resample, the stratum of each, and what a value stands for.
 
     `groups` names the stratum of each seed, such as its task. The unit is the episode only where no stratum has a
     second seed.
@@ -71,7 +71,7 @@ def bootstrap_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of a statistic of the units above, resampled within each stratum.
+    """Percentile bootstrap interval of a statistic of the independent units, resampled within each stratum.
 
     Every resample keeps each stratum's size. With nothing to resample (one value in each stratum) both ends are NaN.
     """
@@ -92,7 +92,7 @@ def bootstrap_interval(
 
 
 def summarize_scores(scores: Scores, *, confidence: float = 0.95, seed: int = 0) -> dict[str, Any]:
-    """What a table shows of one policy's scores, as plain JSON; what cannot be known is None."""
+    """The numbers that a table shows for one policy, as plain JSON; None where one cannot be known."""
     values, _, unit = independent_units(scores)
     average, error = mean_and_error(values)
     low, high = bootstrap_interval(scores, iqm, confidence=confidence, seed=seed)
@@ -101,9 +101,9 @@ def summarize_scores(scores: Scores, *, confidence: float = 0.95, seed: int = 0)
     return known | {"unit": unit, "seeds": len(scores), "episodes": sum(np.size(s) for s in scores)}
 
 
-# --- many tasks: every task counts alike, and seeds are resampled within their task
+# --- many tasks: all tasks count equally, and seeds are resampled within their task
 
-Tasks = Sequence[Any]  # for each task one score a seed; tasks may differ in how many seeds they have
+Tasks = Sequence[Any]  # for each task, one score per seed; the number of seeds may differ
 
 
 def median(values: Any) -> np.ndarray:
@@ -111,7 +111,7 @@ def median(values: Any) -> np.ndarray:
 
 
 def optimality_gap(values: Any, goal: float = 100.0) -> np.ndarray:
-    """How far below `goal` a score lies on average; what is above it makes up for nothing."""
+    """How far below `goal` a score lies on average; a score above it counts as a gap of 0."""
     return np.clip(goal - np.asarray(values, np.float64), 0, None).mean(-1)
 
 
@@ -129,7 +129,7 @@ def _task_means(tasks: Sequence[np.ndarray]) -> np.ndarray:
     return np.stack([t.mean(-1) for t in tasks], -1)
 
 
-# each takes for every task an array whose last axis is the seeds
+# each takes one array per task, whose last axis is the seeds
 AGGREGATES: dict[str, Callable[[Sequence[np.ndarray]], np.ndarray]] = {
     "iqm": _pooled_iqm,
     "median": lambda tasks: median(_task_means(tasks)),
@@ -193,7 +193,7 @@ def probability_of_improvement(
 ) -> tuple[float, float, float]:
     """(value, low, high): how likely a seed of `first` beats one of `second` on the same task, averaged over tasks.
 
-    Ties count half. Task i of one is task i of the other.
+    Ties count half. Tasks are matched by position.
     """
     ours, theirs = _arrays(first), _arrays(second)
     if len(ours) != len(theirs):

@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard or Weights & Biases, beside the metrics.jsonl that is always written."""
+"""Logs metrics to TensorBoard or Weights & Biases, in addition to metrics.jsonl, which is always written."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ class Trackers:
             log(step, values)
 
     def close(self) -> None:
-        """A process that trains again, as a sweep's does, opens new ones."""
+        """Close all trackers: the next run of this process, as in a sweep, opens its own."""
         for close in self.closes:
             close()
