@@ -1,4 +1,4 @@
-"""`replaylab data ...`"""
+"""The verbs of `replaylab data`: look at, convert, damage and collect datasets."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _build_collect(inner: Any, words: Sequence[str]) -> None:
         "--compact", action="store_true", help="round to 12 bits (of 23) and leave out extra columns: a small file"
     )
     verb.add_argument("--overwrite", action="store_true")
-    if "collect" not in words:  # the rest needs simulators
+    if "collect" not in words:  # the modules below need simulators
         return
     if any(word.startswith("pointmaze") for word in words):
         verb.add_argument("--style", choices=["play", "diverse"], help="fixed or random starts and goals")

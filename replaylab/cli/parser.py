@@ -1,4 +1,4 @@
-"""The parser: argparse with one-line errors, and the options that reading data has everywhere."""
+"""The parser: argparse with one-line errors, and the options for reading data that verbs share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from replaylab.errors import UsageError, nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with one line for a mistake, and the nearest option for a misspelt one."""
+    """argparse with errors of one line, which name the nearest option for a misspelt one."""
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
-        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")  # -1e3 is no option
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")  # -1e3 is not an option
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
@@ -83,7 +83,7 @@ def read_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def assignments(words: Sequence[str]) -> dict[str, Any]:
-    """NAME=JSON words of a `--set` option."""
+    """The NAME=JSON words of a `--set` option as a dictionary."""
     found = {}
     for word in words:
         name, _, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""The verbs that train, judge, compare and time: all but `data` and `collect`."""
+"""All verbs except `data`: `build_runs` declares their options, the functions below it run them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
         _add_acting(verb, words)
 
     verb = add_verb(verbs, "assess", "what logs alone can tell about a policy, without a simulator", _assess)
-    verb.add_argument("folder", metavar="RUN")  # `run` is what the verb does
+    verb.add_argument("folder", metavar="RUN")  # not `run`: that holds the verb's function
     verb.add_argument("--data", nargs="+", metavar="X", help="logs to judge by, at best unseen; default: its own")
     verb.add_argument("--quick", action="store_true", help="a smaller estimate, under a minute on a CPU")
     verb.add_argument("--gamma", type=float, help="discount of the estimate; default: the run's own, else 0.99")
@@ -59,7 +59,7 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
     verb.add_argument("--export", metavar="FOLDER", help="keep each run's results there as small JSON files instead")
 
     verb = add_verb(verbs, "play", "play in the world that an mbarc run has learned, in the browser", _play)
-    verb.add_argument("folder", metavar="RUN")  # `run` is what the verb does
+    verb.add_argument("folder", metavar="RUN")  # not `run`: that holds the verb's function
     verb.add_argument("--port", type=int, default=0, help="on 127.0.0.1; default: any that is free")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
@@ -82,7 +82,7 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
 
 
 def _add_acting(verb: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Options that change how a run's policy acts: those of the systems of the runs that are named."""
+    """Add the options that change how a policy acts, for the systems of the runs on the command line."""
     named = list(itertools.takewhile(lambda word: not word.startswith("-"), words[1:]))
     named = named or [word for word in words[1:] if RunFolder(word).exists()]
     systems = dict.fromkeys(RunFolder(word).system() for word in named)
@@ -105,9 +105,9 @@ def _build_train(verbs: Any, words: Sequence[str]) -> None:
         module = system(name)
         parser = add_verb(systems, name, (module.__doc__ or name).splitlines()[0].rstrip("."), _train)
         parser.set_defaults(system=name)
-        online = getattr(module, "ONLINE", False)  # and `train` says that it takes no data
-        told = argparse.SUPPRESS if online else "files or folders; several are joined"
-        parser.add_argument("--data", nargs="+", metavar="X", help=told)
+        online = getattr(module, "ONLINE", False)  # makes its own data: `train` rejects --data
+        data_help = argparse.SUPPRESS if online else "files or folders; several are joined"
+        parser.add_argument("--data", nargs="+", metavar="X", help=data_help)
         if not online:
             data_options(parser)
         parser.add_argument("--out", metavar="D", help="run folder (default: runs/SYSTEM-DATA)")
@@ -193,7 +193,7 @@ def _assess(args: argparse.Namespace) -> None:
     data, options, gamma = getattr(args, "data", None), read_options(args), getattr(args, "gamma", None)
     if options and data is None:
         raise UsageError("the run's own data is read as it was for training: name a log with --data, or leave out how")
-    if data is not None and options:  # else it is read as the run's own
+    if data is not None and options:  # without options, `assess` reads it like the run's own
         data = load(data, **options)
     found = assess(args.folder, data, quick=hasattr(args, "quick"), gamma=gamma, device=args.device)
     page = report([args.folder], f"{args.folder}/report.html")
@@ -223,8 +223,8 @@ def _density_score(args: argparse.Namespace) -> None:
     if hasattr(args, "json"):
         print(json.dumps(found))
         return
-    told = ", AUROC {auroc:.3f}, found {tpr:.1%}, left alone {tnr:.1%}".format(**found) if "auroc" in found else ""
-    print(f"{found['rows']} rows, {found['flagged']:.1%} below the threshold {found['threshold']:.2f}{told}")
+    detection = ", AUROC {auroc:.3f}, found {tpr:.1%}, left alone {tnr:.1%}".format(**found) if "auroc" in found else ""
+    print(f"{found['rows']} rows, {found['flagged']:.1%} below the threshold {found['threshold']:.2f}{detection}")
     if hasattr(args, "out"):
         print(f"wrote {args.out}")
 
@@ -247,7 +247,7 @@ def _eval(args: argparse.Namespace) -> None:
         )
     found: list[dict[str, Any]] = []
 
-    def told(run: str, records: list[dict[str, Any]]) -> None:
+    def show(run: str, records: list[dict[str, Any]]) -> None:
         for settings in {json.dumps(record["settings"]): record["settings"] for record in records}.values():
             part = [record for record in records if record["settings"] == settings]
             found.append({"run": run, "settings": settings, **summary(part), "records": part})
@@ -265,7 +265,7 @@ def _eval(args: argparse.Namespace) -> None:
             device=args.device,
             targets=getattr(args, "target", []),
             acting={name: getattr(args, name) for name in acting if hasattr(args, name)},
-            told=partial(told, run),
+            told=partial(show, run),
         )
     if hasattr(args, "json"):
         print(json.dumps(found))
@@ -284,8 +284,8 @@ def _line(row: dict[str, Any]) -> str:
 def _label(settings: dict[str, Any]) -> str:
     flat = {f"{k} {name}": v for k, given in settings.items() if isinstance(given, dict) for name, v in given.items()}
     settings = {k: v for k, v in settings.items() if not isinstance(v, dict)} | flat
-    told = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in settings.items())
-    return f" ({told})" if told else ""
+    shown = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in settings.items())
+    return f" ({shown})" if shown else ""
 
 
 def _sweep(args: argparse.Namespace) -> None:
@@ -298,8 +298,8 @@ def _sweep(args: argparse.Namespace) -> None:
     found = run(args.file, dry_run=hasattr(args, "dry_run"), on=args.on, **given)
     undone = {"failed": [*found.failed], "left": found.left}
     if any(undone.values()) and not hasattr(args, "dry_run"):  # `sweep && report` must not show half a table
-        told = "; ".join(f"{len(names)} {how}: {', '.join(names)}" for how, names in undone.items() if names)
-        raise ReplaylabError(f"of {count(found.cells, 'cell')} {told}")
+        summary = "; ".join(f"{len(names)} {how}: {', '.join(names)}" for how, names in undone.items() if names)
+        raise ReplaylabError(f"of {count(found.cells, 'cell')} {summary}")
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """One honest table from many runs: a self-contained page, and the same table as Markdown and CSV.
 
-`compare("sweeps/locomotion")` reads run folders and nothing else. `export` keeps what matters of each run in a small
-JSON file, and `results_markdown` makes the evidence from a folder of such files.
+`compare("sweeps/locomotion")` reads run folders and nothing else. `export` writes the results of each run to a small
+JSON file, and `results_markdown` makes one text from a folder of such files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def compare(runs: str | Path | Iterable[str | Path], out: str | Path | None = No
     """Write the comparison of a sweep's folder, or of run folders, and return its path.
 
     An .html file is a page, with the same table as .md and .csv beside it; an .md or .csv file is the table alone. With
-    `reports` every run that the page links to has a page of its own, made anew where it is older than the run.
+    `reports`, the report of every run that the page links to is written, unless it is up to date.
     """
     runs = runs if isinstance(runs, (str, Path)) else list(runs)
     alone = Path(runs) if isinstance(runs, (str, Path)) else Path()
@@ -57,6 +57,6 @@ def compare(runs: str | Path | Iterable[str | Path], out: str | Path | None = No
 
 
 def _outdated(run: Run) -> bool:
-    """Whether its page lacks something that the run's files hold."""
+    """Whether the run's report is missing or older than its files."""
     own = run.path / "report.html"
     return not own.exists() or any(p.stat().st_mtime > own.stat().st_mtime for p in run.path.glob("*.json*"))

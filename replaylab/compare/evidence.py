@@ -49,9 +49,9 @@ HEAD = (
 
 
 def export(runs: str | Path | Iterable[str | Path], out: str | Path, *, note: str = "") -> list[Path]:
-    """Keep what each run showed, of run folders or folders of them, and return the files that were written.
+    """Write the results of each run (from run folders, or folders of them) to a file and return the files' paths.
 
-    out: a folder, in which each run has NAME.json, or for one run a .json file.
+    out: a folder, in which each run gets NAME.json, or for one run a .json file.
     """
     found = read_runs(runs)
     out = Path(out)
@@ -109,9 +109,9 @@ def _score(group: Evaluations) -> dict[str, Any]:
     def about(seed: Any, step: int) -> dict[str, Any]:
         line = group.lines[step][seed]
         scores = np.asarray(line[key], np.float64)
-        told = {"mean": scores.mean(), "std": scores.std(), "min": scores.min(), "max": scores.max()}
-        told |= {"return": np.mean(line["returns"])}
-        rounded = {k: round(float(v), 4) for k, v in told.items()}
+        numbers = {"mean": scores.mean(), "std": scores.std(), "min": scores.min(), "max": scores.max()}
+        numbers |= {"return": np.mean(line["returns"])}
+        rounded = {k: round(float(v), 4) for k, v in numbers.items()}
         return {"seed": json.loads(seed), "step": step, "episodes": len(scores), **rounded}
 
     last = [about(seed, step) for seed, (step, _) in group.last().items()]
@@ -121,7 +121,7 @@ def _score(group: Evaluations) -> dict[str, Any]:
     return {"kind": kind, "last": last, "best": [about(seed, step) for seed, step in top.items()]}
 
 
-# --- the evidence
+# --- results as Markdown
 
 
 def write_results(folder: str | Path, out: str | Path | None = None) -> Path:
@@ -131,9 +131,9 @@ def write_results(folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def results_markdown(folder: str | Path, out: str | Path) -> str:
-    """The whole text, from a folder's result files (a section a task) and its bench-*.json. Others are left alone.
+    """The text from a folder's result files (a section per task) and its bench-*.json. Other files are ignored.
 
-    out: where it will stand, which its links start from.
+    out: where it will be written, which its links are relative to.
     """
     folder, out = Path(folder), Path(out)
     results, benches = [], []
@@ -157,13 +157,13 @@ def results_markdown(folder: str | Path, out: str | Path) -> str:
 
 
 def holds_results(folder: str | Path) -> bool:
-    """Whether a folder is one of result files."""
+    """Whether a folder holds result files."""
     return any(f'"format": "{FORMAT}"' in path.read_text()[:200] for path in Path(folder).glob("*.json"))
 
 
 def _speed(benches: Sequence[dict[str, Any]]) -> str:
-    """Figures of `replaylab bench`, machine by machine. A case's first figure is of the shape at which its original was
-    timed, on an H200: that one stands beside it."""
+    """Figures of `replaylab bench`, by machine. A case's first figure is for the shapes at which its original was timed
+    on an H200: there, the original's figure is shown beside it."""
     lines = ["## Speed", ""]
     machines = [tuple(bench["machine"][key] for key in ("device", "cores", "torch")) for bench in benches]
     for machine in dict.fromkeys(machines):
@@ -188,15 +188,15 @@ def _section(task: str, results: Sequence[dict[str, Any]]) -> str:
         f"|{'---|' * len(HEAD)}",
     ]
     for result in sorted(results, key=lambda r: (str(r["system"]), str(r["row"]), r["name"])):
-        asked = sorted(result["scores"], key=lambda score: -float(score["settings"].get("target", 0)))
-        lines += [_row(result, score) for score in asked] or [_unscored(result)]
+        by_target = sorted(result["scores"], key=lambda score: -float(score["settings"].get("target", 0)))
+        lines += [_row(result, score) for score in by_target] or [_unscored(result)]
     kinds = {score["kind"] for r in results for score in r["scores"]}
     for p in published([task]):
         known = told_as(p, task, *kinds) if len(kinds) == 1 else None
         if known:
             mean, spread = known
-            told = number(mean) if spread is None else f"{mean:.4g} ± {spread:.4g}"
-            cells = [f"*published:* {p.name}", protocol(p, kinds), told, *[""] * (len(HEAD) - 3)]
+            shown = number(mean) if spread is None else f"{mean:.4g} ± {spread:.4g}"
+            cells = [f"*published:* {p.name}", protocol(p, kinds), shown, *[""] * (len(HEAD) - 3)]
             lines.append(f"| {' | '.join(cells)} |")
     commands = dict.fromkeys(str(r["command"]) for r in results if not str(r["command"] or "-").startswith("-"))
     lines += ["", *(["```", *commands, "```"] if commands else [])]  # `python -` and `python -c` leave no command
@@ -241,7 +241,7 @@ def _row(result: dict[str, Any], score: dict[str, Any]) -> str:
 
 
 def _plays_atari(score: dict[str, Any]) -> bool:
-    """Papers on Atari tell the game's own score."""
+    """Whether to show the game's own score too, as papers on Atari do."""
     return score["kind"] == "normalised" and str(score["env"]).startswith("atari")
 
 
@@ -257,10 +257,10 @@ def _plain(value: Any) -> str:
 def _machines(results: Sequence[dict[str, Any]]) -> str:
     """Hardware and dates, each once."""
     keys = ("device", "cpu", "cores", "memory_gib", "python", "torch", "gymnasium", "mujoco", "ale_py")
-    told = dict.fromkeys(
+    lines = dict.fromkeys(
         ", ".join(f"{k} {machine[k]}" for k in keys if k in machine)
         for machine in (r.get("machine") or {} for r in results)
     )
     dates = sorted({r["date"] for r in results if r.get("date")})
     ends = f"{dates[0]} to {dates[-1]}" if len(dates) > 1 else "".join(dates)
-    return "\n".join(["## Machines", "", *(f"- {line}" for line in told if line), "", f"Run on {ends}."]) + "\n"
+    return "\n".join(["## Machines", "", *(f"- {line}" for line in lines if line), "", f"Run on {ends}."]) + "\n"

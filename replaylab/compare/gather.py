@@ -1,4 +1,4 @@
-"""Run folders -> rows (systems) x tasks (datasets): the last score of every seed, and the best one apart."""
+"""Run folders -> rows (systems) x tasks (datasets): the last score of every seed, and separately its best."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Entry:
     best: dict[Any, Point] = field(default_factory=dict)  # each seed's best evaluation: optimistic by construction
     curves: dict[Any, dict[int, list[float]]] = field(default_factory=dict)  # [seed][step]
     runs: list[Run] = field(default_factory=list)
-    status: str = "finished"  # otherwise what became of those runs that are not
+    status: str = "finished"  # or the states of the runs that are not
 
     @property
     def kind(self) -> str:
@@ -58,7 +58,7 @@ class Entry:
         return stats.summarize_scores([scores for _, scores in getattr(self, which).values()])
 
     def step(self, which: str = "last") -> int:
-        """Of the evaluations; of the seed that is furthest behind."""
+        """The step of the evaluations, for the seed that is furthest behind."""
         return min(step for step, _ in getattr(self, which).values())
 
     def seed_means(self) -> list[float]:
@@ -70,7 +70,7 @@ class Unscored:
     """One system under one setting on one dataset that has no evaluation."""
 
     status: str
-    runs: list[Run]  # that can be read
+    runs: list[Run]  # the readable ones
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Comparison:
     runs: list[Run]
     unfinished: dict[str, str] = field(default_factory=dict)  # cell -> why
     unscored: dict[Name, Unscored] = field(default_factory=dict)
-    names: list[Name] = field(default_factory=list)  # of all, in the sweep's order
+    names: list[Name] = field(default_factory=list)  # scored or not, in the sweep's order
 
     @property
     def rows(self) -> list[str]:
@@ -98,21 +98,21 @@ class Comparison:
 
     @property
     def doubts(self) -> list[str]:
-        """What there is to say against the scores."""
-        told = [f"{name}: {why}" for name, why in self.unfinished.items()]
-        return list(dict.fromkeys(told + [f"{run.name}: {line}" for run in self.runs for line in run.doubts]))
+        """Reasons to doubt the scores."""
+        lines = [f"{name}: {why}" for name, why in self.unfinished.items()]
+        return list(dict.fromkeys(lines + [f"{run.name}: {line}" for run in self.runs for line in run.doubts]))
 
     def at(self, row: str, task: str) -> Entry | None:
         return next((e for e in self.entries if e.row == row and e.task == task), None)
 
     def instead(self, row: str, task: str) -> str:
-        """What to show where there is no score: what became of it."""
+        """What to show where a score is missing: the status of its runs."""
         found = [u.status for (r, t, _), u in self.unscored.items() if _in(task, t) and _of(row, r)]
         return found[0] if found else "–"
 
     def complete(self) -> tuple[list[str], list[str], list[str]]:
-        """(rows, tasks, rows left out) for aggregates: only normalised scores, only rows that have every task. Where no
-        row has them all, the tasks are those of the row that most others can be held against."""
+        """(rows, tasks, rows left out) for aggregates: only normalised scores, only rows that have every task. If no
+        row has them all, the tasks are those of the row that makes rows x tasks largest."""
         kinds = {t: [e.normalized for e in self.entries if e.task == t] for t in self.tasks}
         tasks = [t for t, normalized in kinds.items() if normalized and all(normalized)]
 
@@ -127,17 +127,17 @@ class Comparison:
 
 
 def _of(shown: str, row: str) -> bool:
-    """Whether a row is shown under this name: its own, or its own with a label."""
+    """Whether a row is shown under this name: its own, with or without a label."""
     return shown == row or shown.startswith(f"{row}, ")
 
 
 def _in(shown: str, task: str) -> bool:
-    """Whether a dataset is shown under this name: its own, or its own with an environment."""
+    """Whether a dataset is shown under this name: its own, with or without an environment."""
     return shown == task or shown.startswith(f"{task} in ")
 
 
 def _ordered(shown: Iterable[str], names: Sequence[str], same: Callable[[str, str], bool]) -> list[str]:
-    """As the sweep has them, not as they happen to end."""
+    """In the sweep's order, not in that in which runs happened to end."""
     return sorted(shown, key=lambda s: next((i for i, name in enumerate(names) if same(s, name)), len(names)))
 
 
@@ -174,7 +174,7 @@ def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
 
 
 def read_sweep(folder: Path) -> tuple[dict[str, Cell], dict[str, str], dict[str, str]]:
-    """The cells of a sweep by name, what became of each, and why some of them are not finished."""
+    """(cells by name, the state of each, why some are not finished); empty where `folder` holds no sweep."""
     queue = Queue(folder)
     if not (folder / "sweep.json").exists():
         return {}, {}, {}
@@ -184,7 +184,7 @@ def read_sweep(folder: Path) -> tuple[dict[str, Cell], dict[str, str], dict[str,
         raise UsageError(f"{folder / 'sweep.json'} is not readable: {error}") from error
     states = {cell.name: queue.state(cell) for cell in cells}
     why = {c.name: queue.error(c) if states[c.name] == "failed" else states[c.name] for c in cells}
-    why = {name: told for name, told in why.items() if states[name] != "finished"}
+    why = {name: reason for name, reason in why.items() if states[name] != "finished"}
     return {cell.name: cell for cell in cells}, states, why
 
 
@@ -194,7 +194,7 @@ def name_of(cell: Cell) -> Name:
 
 
 def names_of(runs: Sequence[Run], cells: dict[str, Cell]) -> dict[Path, Name]:
-    """Of each run: as the sweep calls them, else from what differs between the runs."""
+    """The name of each run: as in the sweep, else from the settings that differ between the runs."""
     found = {}
     for run in runs:
         cell = cells.get(run.path.name)
@@ -204,10 +204,10 @@ def names_of(runs: Sequence[Run], cells: dict[str, Cell]) -> dict[Path, Name]:
         system = text(run.config.get("system") or "unknown")
         others = [r.config for r in runs if text(r.config.get("system") or "unknown") == system]
         settings = [{k: v for k, v in config.items() if k not in NOT_A_SETTING} for config in others]
-        told = ", ".join(f"{k} {text(run.config.get(k))}" for k in differences(settings)[1])
-        found[run.path] = (f"{system} ({told})" if told else system, task_of(run), system)
+        differing = ", ".join(f"{k} {text(run.config.get(k))}" for k in differences(settings)[1])
+        found[run.path] = (f"{system} ({differing})" if differing else system, task_of(run), system)
     plain = [run for run in runs if run.path.name not in cells]
-    for key in {found[run.path] for run in plain}:  # one seed on two versions of a dataset: these are two tasks
+    for key in {found[run.path] for run in plain}:  # the same seed on two versions of a dataset: two tasks
         alike = [run for run in plain if found[run.path] == key]
         seeds = [seed for run in alike for seed in {seed for group in run.evaluations for seed in group.last()}]
         if len(set(seeds)) < len(seeds) and len({task_of(run, full=True) for run in alike}) > 1:
@@ -216,7 +216,7 @@ def names_of(runs: Sequence[Run], cells: dict[str, Cell]) -> dict[Path, Name]:
 
 
 def task_of(run: Run, full: bool = False) -> str:
-    """What a run was trained on, by its usual name, or by its own in full."""
+    """The dataset of a run, else its environment, by its canonical name; `full`: by the dataset's own name."""
     data = run.config.get("data")
     paths = [text(p) for p in (data if isinstance(data, list) else [data] if data else [])]
     env = _game(text(run.config.get("env") or "unknown"))
@@ -225,11 +225,11 @@ def task_of(run: Run, full: bool = False) -> str:
 
 
 def _game(env: str) -> str:
-    return env.replace("atari-rgb/", "atari/")  # the same game, otherwise shown
+    return env.replace("atari-rgb/", "atari/")  # the same game, in colour
 
 
 def labels(groups: Sequence[Evaluations]) -> list[str]:
-    """What tells a run's evaluations apart. Targets get their rank: they differ from task to task, rows must not."""
+    """What distinguishes a run's evaluations. Targets are named by rank: rows must not differ from task to task."""
     targets = sorted({t for g in groups if (t := finite(g.settings.get("target"))) is not None}, reverse=True)
     ranks = {t: ("highest target", "second target", "third target")[i] for i, t in enumerate(targets[:3])}
     found = []
@@ -244,7 +244,7 @@ def labels(groups: Sequence[Evaluations]) -> list[str]:
 def _status(
     runs: Sequence[Run], names: dict[Path, Name], cells: dict[str, Cell], states: dict[str, str]
 ) -> dict[Name, str]:
-    """`finished`, or what became of those runs that are not; cells that have not begun are among them."""
+    """`finished`, or the states of the runs that are not, including cells that have not begun."""
     found: dict[Name, list[str]] = {}
     for cell in cells.values():
         found.setdefault(name_of(cell), []).append(states[cell.name])

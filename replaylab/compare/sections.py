@@ -65,8 +65,8 @@ def _scores(found: Comparison) -> Html:
         if others:
             more = table(["", *found.tasks], _published(found, others)) + _protocols(found, others)
             parts.append(details("What others have published on these tasks", Html(more)))
-    told = found.doubts + [f"{run.name}: {line}" for run in found.runs for line in run.notes]
-    parts.append(warning_list(list(dict.fromkeys(told))))
+    warnings = found.doubts + [f"{run.name}: {line}" for run in found.runs for line in run.notes]
+    parts.append(warning_list(list(dict.fromkeys(warnings))))
     return Html("".join(parts))
 
 
@@ -81,8 +81,8 @@ def _cell(found: Comparison, row: str, task: str, which: str) -> Html:
     if entry is None:
         return escape(found.instead(row, task))
     episodes = sorted({len(scores) for _, scores in getattr(entry, which).values()})
-    told = f"{len(entry.last)} x {'–'.join(str(n) for n in dict.fromkeys((episodes[0], episodes[-1])))}"
-    more = ", ".join(filter(None, [told, "" if entry.normalized else "return", remark(entry, which)]))
+    amounts = f"{len(entry.last)} x {'–'.join(str(n) for n in dict.fromkeys((episodes[0], episodes[-1])))}"
+    more = ", ".join(filter(None, [amounts, "" if entry.normalized else "return", remark(entry, which)]))
     return Html(f"<b>{escape(score(entry, which))}</b><br><small>{escape(more)}</small>")
 
 
@@ -201,11 +201,11 @@ def _cost(found: Comparison, out: Path) -> Html:
         on_gpu += (spent or 0.0) if gpu else 0.0
         lines.append(_cost_row(run, spent, gpu, out))
     head = ["Run", "Time", "GPU hours", "Device", "Seeds", "Steps", "Parameters", "Status", "Finished"]
-    told = note(
+    summary = note(
         f"{count(len(found.runs), 'run')}, {duration(3600 * total)} in all, {number(on_gpu)} GPU hours. A run's time "
         f"holds its training and its evaluations; processes that shared a GPU count their own hours each."
     )
-    return Html(table(head, lines) + told)
+    return Html(table(head, lines) + summary)
 
 
 def _cost_row(run: Run, spent: float | None, gpu: bool, out: Path) -> list[Html | str]:

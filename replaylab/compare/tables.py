@@ -1,4 +1,4 @@
-"""The comparison's table as Markdown and CSV, ours first, then what others have published."""
+"""The comparison's table as Markdown and CSV: our scores first, then published ones."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def score(entry: Entry, which: str = "last") -> str:
 
 
 def remark(entry: Entry, which: str = "last") -> str:
-    """So that nobody takes what is not finished for a final score."""
+    """Step and status of what is not finished, so that nobody takes its score for final."""
     return f"step {entry.step(which):,}, {entry.status}" if entry.status != "finished" else ""
 
 
 def amount(entries: Sequence[Entry], which: str = "last") -> str:
-    """Seeds and episodes behind a table or a picture."""
+    """How many seeds and episodes are behind a table or a picture."""
     episodes = [len(scores) for e in entries for _, scores in getattr(e, which).values()]
     return f"{span([len(e.last) for e in entries], 'seed')}, {span(episodes, 'episode')} a seed"
 
@@ -47,13 +47,13 @@ def neighbours(found: Comparison, *, ours: bool) -> list[Published]:
 
 
 def _same(found: Comparison, other: Published, task: str) -> tuple[float, float | None] | None:
-    """Their score on a task as ours there is told, if it can be."""
+    """A published score on a task, in the form of our scores there; None if it cannot be converted."""
     kinds = {e.kind for e in found.entries if e.task == task}
     return told_as(other, task, kinds.pop()) if len(kinds) == 1 else None
 
 
 def told_as(other: Published, task: str, kind: str) -> tuple[float, float | None] | None:
-    """A published score as a return or normalised. Papers on games give returns; we normalise them as we do ours."""
+    """A published score as `kind`, or None. Papers on games give returns, which are normalised here like ours."""
     known = other.scores.get(canonical(task))
     if known is None or other.kind == kind:
         return known
@@ -66,14 +66,14 @@ def told_as(other: Published, task: str, kind: str) -> tuple[float, float | None
 
 
 def protocol(other: Published, kinds: Iterable[str]) -> str:
-    """Theirs, and what was done to their numbers."""
+    """The published protocol, and whether the numbers were normalised here."""
     return other.protocol + (", normalised here" if other.kind == "return" and "normalised" in kinds else "")
 
 
 def protocols(found: Comparison, others: Sequence[Published]) -> list[str]:
-    """A line for each source among them."""
-    told = [(p, {e.kind for e in found.entries if canonical(e.task) in p.scores}) for p in others]
-    return list(dict.fromkeys(f"{p.source}: {protocol(p, kinds)}" for p, kinds in told))
+    """The protocols of these scores, a line for each source."""
+    pairs = [(p, {e.kind for e in found.entries if canonical(e.task) in p.scores}) for p in others]
+    return list(dict.fromkeys(f"{p.source}: {protocol(p, kinds)}" for p, kinds in pairs))
 
 
 def published_cells(found: Comparison, other: Published) -> list[str]:
@@ -95,8 +95,8 @@ def markdown(found: Comparison) -> str:
     error = "mean ± standard error over seeds (of one seed: over episodes)"
     lines += ["", f"{_kinds(found)} of the last checkpoint, {error}; {amount(found.entries)}.", "", *doubts]
     lines += [f"- published, {line}." for line in protocols(found, others)]
-    told = f"optimistic, as chosen with the evaluations it is judged by; {amount(found.entries, 'best')}"
-    lines += ["", f"Best checkpoint of each seed ({told}):", "", *_grid(found, "best")]
+    caveat = f"optimistic, as chosen with the evaluations it is judged by; {amount(found.entries, 'best')}"
+    lines += ["", f"Best checkpoint of each seed ({caveat}):", "", *_grid(found, "best")]
     return "\n".join(lines) + "\n"
 
 
@@ -106,8 +106,8 @@ def _grid(found: Comparison, which: str) -> list[str]:
         cells = []
         for task in found.tasks:
             entry = found.at(row, task)
-            told = found.instead(row, task) if entry is None else score(entry, which)
-            cells.append(told + (f" ({remark(entry, which)})" if entry and remark(entry) else ""))
+            shown = found.instead(row, task) if entry is None else score(entry, which)
+            cells.append(shown + (f" ({remark(entry, which)})" if entry and remark(entry) else ""))
         lines.append(f"| {row} | {' | '.join(cells)} |")
     return lines
 
@@ -133,8 +133,8 @@ def to_csv(found: Comparison) -> str:
             if known:
                 kind = next(e.kind for e in found.entries if e.task == task)
                 about = {"row": p.name, "system": p.system, "task": task, "score": kind, "published": "yes"}
-                told = {"error_is": "as published", "protocol": protocol(p, [kind])}
-                writer.writerow(about | told | {"mean": known[0], "error": known[1]})
+                rest = {"error_is": "as published", "protocol": protocol(p, [kind])}
+                writer.writerow(about | rest | {"mean": known[0], "error": known[1]})
     return file.getvalue()
 
 
@@ -158,7 +158,7 @@ def _hours(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _progress(runs: Sequence[Run]) -> dict[str, Any]:
-    """What is known of runs that were not evaluated."""
+    """Steps, seeds and hours of runs that were not evaluated."""
     steps = [run.step for run in runs if run.step is not None]
     seeds = [run.config.get("seeds") for run in runs]
     return {

@@ -1,7 +1,8 @@
 """Sweeps: systems x datasets x seeds x settings from one small file, on this machine or on a Ray cluster.
 
-`run("benchmarks/locomotion.yaml")` does what is missing under sweeps/locomotion. A cell is a run folder; a failed one
-is recorded with its error and the rest goes on; the same call again does only what is missing. See docs/sweep.md.
+`run("benchmarks/locomotion.yaml")` trains the missing cells of sweeps/locomotion. A cell is one run folder. If a cell
+fails, its error is recorded and the rest go on; the same call again trains only what is missing. plan.py reads the
+file, queue.py keeps the cells' state on disk, local.py and cluster.py run them. See docs/sweep.md.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def run(
     cpus: float | None = None,
     data: str | None = None,
 ) -> Outcome:
-    """Do what is missing of a sweep; returns what became of its cells. Prints the plan and stops with `dry_run`.
+    """Train the missing cells of a sweep and return the state of all its cells. With `dry_run`, only print the plan.
 
     out: the sweep's folder (default: sweeps/NAME). devices: ["cuda:0", "cuda:1"] or ["cpu"]; default: all GPUs, else
-    the CPU. per_device: processes that share each of them, instead of the file's own number. on="ray" uses the Ray
-    cluster at `address`, and takes `gpus` and `cpus` (what a cell has of them) and `data` ("path" or "store").
+    the CPU. per_device: processes that share each device, instead of the file's number. on="ray" uses the Ray
+    cluster at `address`, and takes `gpus` and `cpus` (the share of each cell) and `data` ("path" or "store").
     """
     if on not in WHERE:
         raise UsageError(f"cannot run on '{on}'{nearest(on, WHERE)}")
@@ -69,7 +70,7 @@ def run(
     plan = read_plan(path, per_device)
     queue = Queue(out or Path("sweeps") / plan.name)
     places = [_known(name) for name in devices or _devices()]
-    workers = len(places) * plan.per_device if on == "local" else None  # of a cluster: known when it is asked
+    workers = len(places) * plan.per_device if on == "local" else None  # a cluster's number is known once connected
     cuda = places[0].startswith("cuda") if gpus is None else gpus > 0
     before = finished_before(queue.folder, Path(path).parent / "results", cuda)
     queue.check(plan)

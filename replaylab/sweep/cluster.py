@@ -1,4 +1,4 @@
-"""Running cells on a Ray cluster: a task a cell, with its share of a GPU.
+"""Runs cells on a Ray cluster: one task per cell, each with its share of a GPU.
 
 The cell's folder is the unit of work. Ray runs a task again when its node is lost; the second attempt waits for the
 cell's lock, which the first one may still hold for a moment, and goes on from the last checkpoint. So the sweep's
@@ -31,7 +31,7 @@ POLL = 0.5  # seconds
 
 
 def do_cell(folder: str, cell: Cell, where: str, data: Any = None) -> str:
-    """The task: whatever a lost attempt has left is taken up, and what another attempt finished is left alone."""
+    """The task: train the cell from where a lost attempt stopped, unless another attempt has finished it."""
     os.chdir(where)
     queue = Queue(folder)
     while not queue.finished(cell):
@@ -56,8 +56,8 @@ def run_ray(
     cpus: float = 1.0,
     data: str = "path",
 ) -> None:
-    """Submit what is missing and wait. gpus: share of a GPU a cell; default: one where the cluster has any. data: where
-    cells find theirs, "path" or "store"."""
+    """Submit the missing cells and wait for them. gpus: share of a GPU per cell; default: 1 if the cluster has any.
+    data: cells read their data by "path", or get it from Ray's object "store"."""
     ray: Any = require("ray", "running on a Ray cluster")
     if data not in ("path", "store"):
         raise UsageError(f"data must be 'path' or 'store', not '{data}'")
@@ -75,11 +75,11 @@ def run_ray(
     folder = str(queue.folder.resolve())
 
     def submit(cell: Cell) -> Any:
-        named = task.options(name=cell.name)  # as the dashboard calls it
+        named = task.options(name=cell.name)  # shown in the dashboard
         return named.remote(folder, cell, str(Path.cwd()), stored.get(_key(cell)))
 
     tasks = {submit(cell): cell for cell in todo}
-    again = Counter[str]()  # cells that a node asked to stop: they have saved, and go on elsewhere
+    again = Counter[str]()  # cells that their node stopped: they have saved, and go on elsewhere
     deadline = began + 60 * plan.budget if plan.budget else float("inf")
     try:
         while tasks:
@@ -100,7 +100,7 @@ def run_ray(
 
 
 def _settle(ray: Any, queue: Queue, found: Any, cell: Cell) -> str:
-    """How a task ended. One that Ray gave up on has recorded nothing itself."""
+    """How a task ended. If Ray gave up on it, the failure is recorded here, as the task could not."""
     try:
         return ray.get(found)
     except Exception as error:
@@ -110,7 +110,7 @@ def _settle(ray: Any, queue: Queue, found: Any, cell: Cell) -> str:
 
 
 def room(nodes: Sequence[Mapping[str, float]], wanted: Mapping[str, float]) -> int:
-    """How many cells run at once. Ray would wait for ever for a node that is large enough for one."""
+    """How many cells fit at once; an error if no node is large enough for one, as Ray would wait forever."""
     wanted = {kind: amount for kind, amount in wanted.items() if amount}
     found = sum(min((int(node.get(k, 0) / n + 1e-9) for k, n in wanted.items()), default=1) for node in nodes)
     if found < 1:
@@ -125,21 +125,21 @@ def _key(cell: Cell) -> str:
 
 
 def _stored(ray: Any, cells: list[Cell], watch: Watch) -> dict[str, Any]:
-    """Each dataset once into the object store, what is joined as one. Arrays come out read-only and without a copy."""
+    """Put each dataset (or joined ones) into the object store once. Cells get its arrays read-only, without a copy."""
     found: dict[str, Any] = {}
     full = (MemoryError, ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
     for cell in cells:
         if cell.data and _key(cell) not in found:
             try:
                 found[_key(cell)] = ray.put(_plain(load(cell.data, **cell.options)))
-            except (ReplaylabError, *full) as error:  # the cells say what is wrong, or need less memory
+            except (ReplaylabError, *full) as error:  # reading by path, a cell reports the error or needs less memory
                 found[_key(cell)] = None
                 watch.say(f"{cell.dataset} is read by path, not put into the object store: {one_line(error)}")
     return found
 
 
 def _plain(log: Episodes) -> Episodes:
-    """Columns that are mapped from the disk as plain views: Ray would pickle a map, and copy it for every cell."""
+    """The log with memory-mapped columns as plain views: Ray would pickle a map and copy it for every cell."""
 
     def view(value: Any) -> Any:
         return {name: view(column) for name, column in value.items()} if isinstance(value, dict) else np.asarray(value)

@@ -1,4 +1,4 @@
-"""How long a sweep takes: guessed before it starts, corrected while it runs."""
+"""Estimates how long a sweep takes: before it starts, and corrected by finished cells while it runs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from replaylab.sweep.plan import Cell
 from replaylab.sweep.queue import Queue
 from replaylab.trainer import Options
 
-# Milliseconds of one update at the default sizes on hopper's shapes (mbarc: on frames): of one seed on one core of an
-# AMD EPYC, and of a cell's seeds together on an H200 (benchmarks/results, benchmarks/NOTES.md;
-# bcq and mbarc beside other work). gormpo and mopo: of the policy, with as many updates of density and dynamics as came
-# with it on hopper-medium.
+# Milliseconds per update at the default sizes on hopper's shapes (mbarc: on frames): for one seed on one core of an AMD
+# EPYC, and for all seeds of a cell together on an H200 (benchmarks/results, benchmarks/NOTES.md; bcq and mbarc were
+# timed beside other work). For gormpo and mopo: per policy update, including its share of the density and dynamics
+# updates on hopper-medium.
 UPDATE_MS: dict[str, dict[str, tuple[float, float]]] = {
     "bc": {"steps": (2.3, 0.19)},
     "dt": {"steps": (220.0, 1.9)},
@@ -36,7 +36,7 @@ UPDATE_MS: dict[str, dict[str, tuple[float, float]]] = {
     "diffusion-dice": {"returns_steps": (3.6, 0.15), "behavior_steps": (560.0, 4.4), "critic_steps": (190.0, 1.6)},
     "mbarc": {"world": (10_400.0, 7.2), "reward": (6_300.0, 2.4), "policy": (630_000.0, 196.0)},
 }
-SMALL = 2**24  # bytes; a tenth of a second
+SMALL = 2**24  # bytes that are read in a tenth of a second
 EVALUATION = ("eval_every", "eval_episodes", "final_episodes")
 # seconds of a whole run of the debug preset in benchmarks/smoke.yaml, evaluation included, on two cores
 DEBUG_SECONDS = {
@@ -45,7 +45,7 @@ DEBUG_SECONDS = {
 
 
 def configured(cell: Cell) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Every setting, resolved: those of training and evaluation as such, and those of the cell's system."""
+    """All settings of a cell, resolved: (those of training and evaluation, those of its system)."""
     module = system(cell.system)
     preset = module.PRESETS.get(cell.preset or "", {})
     options, config = resolve([Options, module.Config], [("preset", preset), ("settings", cell.settings)])
@@ -53,8 +53,8 @@ def configured(cell: Cell) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def usual_preset(cell: Cell) -> str | None:
-    """The preset that a cell without one will take for its data. Our own stores open at once and small files are soon
-    read; a large one is not, for a guess: there it is that of the bare defaults."""
+    """The cell's preset or, if it has none, the one that its system will choose for its data. A large file in another
+    format than ours takes too long to read for an estimate: None, for the bare defaults."""
     module, parts = system(cell.system), []
     if cell.preset or not cell.data or not hasattr(module, "usual_preset"):
         return cell.preset
@@ -65,7 +65,7 @@ def usual_preset(cell: Cell) -> str | None:
             if not small and detect(known) != "native":
                 return None
             log = load(path, **cell.options)
-            # one episode will do, one that terminates if there is any: a mix of them is made without a copy of the data
+            # one episode will do, a terminated one if there is any: joining single episodes copies little data
             parts.append(log.select([int(log.terminated[log.last_rows].argmax())]))
         log = concatenate(parts)
         env = cell.env or configured(cell)[0]["env"] or log.env_id
@@ -74,10 +74,10 @@ def usual_preset(cell: Cell) -> str | None:
 
 
 def training_seconds(name: str, config: Mapping[str, Any], seeds: int, cuda: bool) -> float | None:
-    """By the table: seeds share a GPU for nearly the price of one, a core they do not. None where it has no entry."""
+    """By UPDATE_MS, None if it has no entry. On a GPU all seeds take hardly longer than one; on a CPU they add up."""
     module, prices = system(name), UPDATE_MS.get(name, {})
     amounts = config
-    if hasattr(module, "counters"):  # its settings do not say how many updates they add up to
+    if hasattr(module, "counters"):  # the number of updates is not itself a setting
         known = {f.name for f in fields(module.Config)}
         amounts = module.counters(module.Config(**{k: v for k, v in config.items() if k in known}))
     if not prices:
@@ -87,8 +87,8 @@ def training_seconds(name: str, config: Mapping[str, Any], seeds: int, cuda: boo
 
 
 def finished_before(folder: Path, results: Path, cuda: bool) -> list[dict[str, Any]]:
-    """Runs that ended well on the same kind of device, with configuration and seconds: those of the result files that
-    were kept (`report --export`), then those of this sweep and its neighbours."""
+    """Configuration and seconds of the finished runs on the same kind of device: first those of exported result files
+    (`report --export`), then those of this sweep and its neighbours."""
     found = []
     for path in sorted(results.glob("*.json")):
         with contextlib.suppress(ReplaylabError, AttributeError, TypeError, KeyError, ValueError):
@@ -96,10 +96,10 @@ def finished_before(folder: Path, results: Path, cuda: bool) -> list[dict[str, A
             if kept["status"] == "finished" and (kept["machine"]["device"] != "cpu") == cuda:
                 module = system(kept["system"])
                 preset = module.PRESETS.get(kept["preset"] or "", {})
-                told = resolve([Options, module.Config], [("preset", preset), ("file", kept["settings"])])
+                resolved = resolve([Options, module.Config], [("preset", preset), ("file", kept["settings"])])
                 about = {k: kept[k] for k in ("system", "preset", "seeds", "env")}
                 about |= {"data": kept["data"]["paths"], "seconds": float(kept["seconds"])}
-                found.append(vars(told[0]) | vars(told[1]) | about)
+                found.append(vars(resolved[0]) | vars(resolved[1]) | about)
     for path in sorted(folder.parent.glob("*/*/run.json")):
         run = RunFolder(path.parent)
         with contextlib.suppress(ReplaylabError, AttributeError, TypeError, KeyError, ValueError):
@@ -110,7 +110,7 @@ def finished_before(folder: Path, results: Path, cuda: bool) -> list[dict[str, A
 
 
 def estimate(cell: Cell, before: Sequence[dict[str, Any]], cuda: bool) -> tuple[float | None, str]:
-    """(seconds, where they come from); None where nothing was ever timed."""
+    """(seconds or None, where they come from); None if the system was never timed."""
     cell = replace(cell, preset=usual_preset(cell))
     options, config = configured(cell)
     alike = [r for r in before if (r.get("system"), r.get("preset")) == (cell.system, cell.preset)]
@@ -126,7 +126,7 @@ def estimate(cell: Cell, before: Sequence[dict[str, Any]], cuda: bool) -> tuple[
         return exact[-1]["seconds"], "the same run before"
     mine = training_seconds(cell.system, config, len(cell.seeds), cuda)
     theirs = [(r["seconds"], training_seconds(cell.system, r, len(r.get("seeds") or [0]), cuda)) for r in alike]
-    # of a much shorter run most is its start and its evaluations, which do not grow with the updates
+    # not from much shorter runs: most of their time is startup and evaluation, which do not grow with updates
     scaled = sorted(seconds / n * mine for seconds, n in theirs if n and mine and n >= mine / 10)
     if scaled:
         return scaled[len(scaled) // 2], f"earlier runs of {cell.system}, scaled by updates"
@@ -166,7 +166,7 @@ class Watch(Progress):
         self.update(self.total - len(left))
 
     def _learn(self, done: Cell, last: dict[str, Any]) -> None:
-        """What a cell took is the better guess for its like that are still to come."""
+        """Use the time that a cell took to correct the estimates for cells like it."""
         if last["event"] != "finished":
             return
         guessed = self.seconds[done.name]
@@ -191,7 +191,7 @@ class Watch(Progress):
 
 
 def together(seconds: Sequence[float | None], workers: int) -> str:
-    """What cells take in all, as words."""
+    """The time that cells take in all, in words."""
     known = [s for s in seconds if s is not None]
     more = len(seconds) - len(known)
     unknown = f" and {count(more, 'cell')} of unknown length" if more else ""
@@ -201,14 +201,14 @@ def together(seconds: Sequence[float | None], workers: int) -> str:
 def describe(
     cells: Sequence[Cell], queue: Queue, guesses: dict[str, tuple[float | None, str]], workers: int | None, cuda: bool
 ) -> str:
-    """The plan as text: every cell, its seeds, its state, its time. workers: None where a cluster has yet to say."""
+    """The plan as text: every cell, its seeds, its state, its time. workers: None for a cluster of unknown size."""
     width = max(len(cell.name) for cell in cells)
     lines = []
     for cell in cells:
         seconds, source = guesses[cell.name]
-        told = "?" if seconds is None else duration(seconds)
+        shown = "?" if seconds is None else duration(seconds)
         seeds = count(len(cell.seeds), "seed")
-        lines.append(f"{cell.name:{width}s}  {seeds:8s}  {queue.state(cell):11s}  {told:>7s}  ({source})")
+        lines.append(f"{cell.name:{width}s}  {seeds:8s}  {queue.state(cell):11s}  {shown:>7s}  ({source})")
     left = [guesses[cell.name][0] for cell in cells if not queue.finished(cell)]
     if workers is None:
         how = f"one after another on a {'GPU' if cuda else 'CPU'}; Ray runs as many at once as the cluster has room for"

@@ -1,7 +1,7 @@
-"""Running cells on this machine: one process a device, which stays alive from cell to cell.
+"""Runs cells on this machine: `per_device` worker processes per device, which stay alive from cell to cell.
 
-The process that was called only watches. Workers take cells from the queue on disk, so a second `replaylab sweep` of
-the same file, in another terminal, shares the work instead of doubling it.
+The calling process only watches. Workers take cells from the queue on disk, so a second `replaylab sweep` of the same
+file, in another terminal, shares the work instead of repeating it.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from replaylab.sweep.queue import Queue
 from replaylab.trainer import Interrupted
 
 POLL = 0.1  # seconds
-WORKERS = "workers.log"  # what workers print while they have no cell
-PATIENCE = 120  # seconds a worker is given to end an evaluation and save
+WORKERS = "workers.log"  # what workers print outside of cells
+PATIENCE = 120  # seconds for a worker to finish an evaluation and save
 
 
 # --- the worker process
 
 
 def work(folder: str, began: float) -> None:
-    """Take one cell after another until none is left to take."""
+    """Train one cell after another until none is left to claim."""
     parent = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     queue = Queue(folder)
     cells, passes = queue.plan().cells, 0
     with contextlib.suppress(Interrupted):
-        while passes < 2:  # a lock may be held for a blink by someone who only looks: see that twice
+        while passes < 2:  # `Queue.busy` holds a lock for a moment to check it, so look twice
             passes += 1
             for cell in cells:
-                if os.getppid() != parent:  # nobody watches any more
+                if os.getppid() != parent:  # the watching process has ended
                     return
                 with queue.claim(cell) as mine:
                     if mine and not queue.finished(cell) and not queue.failed_since(cell, began):
                         passes = 0
                         if queue.work(cell) == "failed" and not _usable():
-                            return  # the next process has a context of its own
+                            return  # the next process gets a new CUDA context
             time.sleep(POLL)
 
 
 def _usable() -> bool:
-    """After some errors of a GPU everything that this process asks of it fails."""
+    """False after a GPU error that makes all further CUDA calls of this process fail."""
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -73,20 +73,20 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def run_local(plan: Plan, queue: Queue, watch: Watch, devices: Sequence[str], began: float) -> None:
-    """Keep a worker on every device until nothing is left, the budget is spent, or Ctrl-C comes. Cells that another
-    process has, of a second sweep or of one whose watcher was killed, are waited for."""
+    """Keep workers on every device until no cell is left, the budget is spent, or Ctrl-C is pressed. Also wait for
+    cells that another process trains: of a second sweep, or of one whose watcher was killed."""
     slots = [device for device in devices for _ in range(plan.per_device)]
     workers: dict[int, subprocess.Popen[bytes]] = {}
-    left, told = plan.cells, set[str]()
+    left, announced = plan.cells, set[str]()
     deadline = began + 60 * plan.budget if plan.budget else float("inf")
-    main = threading.current_thread() is threading.main_thread()  # no other may handle signals
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main else None  # ends like Ctrl-C
+    main = threading.current_thread() is threading.main_thread()  # only this one may handle signals
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main else None  # treated like Ctrl-C
     try:
         while True:
             for slot, worker in list(workers.items()):
                 if worker.poll() is not None and not _bury(queue, plan.cells, workers.pop(slot)):
                     raise UsageError(f"a worker ended before it began a cell: see {queue.status / WORKERS}")
-            states = {cell.name: queue.state(cell) for cell in left}  # files of what has ended are not read again
+            states = {cell.name: queue.state(cell) for cell in left}  # files of ended cells are not read again
             left = [c for c in left if states[c.name] != "finished" and not queue.failed_since(c, began)]
             waiting = sum(states[cell.name] != "running" for cell in left)
             for slot, device in enumerate(slots):
@@ -97,8 +97,8 @@ def run_local(plan: Plan, queue: Queue, watch: Watch, devices: Sequence[str], be
             if not workers and not left:
                 return
             for cell in [] if workers else left:
-                if cell.name not in told:
-                    told.add(cell.name)
+                if cell.name not in announced:
+                    announced.add(cell.name)
                     watch.say(f"{cell.name}: {queue.holder(cell)} has it; waiting for that")
             if time.time() > deadline:
                 watch.say(f"the budget of {plan.budget:g} minutes is spent; the same command goes on")
@@ -119,8 +119,8 @@ def _start(queue: Queue, device: str, began: float) -> subprocess.Popen[bytes]:
 
 
 def _bury(queue: Queue, cells: Sequence[Cell], worker: subprocess.Popen[bytes]) -> bool:
-    """A worker that was killed leaves its cell without an end: record it, so that the rest goes on. False where it died
-    over no cell: the next one would too."""
+    """Record the failure of the cell that a dead worker was training, so that the rest go on. False if it had begun no
+    cell: then the next worker would die too."""
     if worker.returncode == 0:
         return True
     for cell in cells:
@@ -136,7 +136,7 @@ def _bury(queue: Queue, cells: Sequence[Cell], worker: subprocess.Popen[bytes]) 
 
 
 def _end(workers: Any) -> None:
-    """Ask for a checkpoint, and wait for it."""
+    """Stop the workers, and wait while they save a checkpoint."""
     for worker in workers:
         if worker.poll() is None:
             worker.terminate()

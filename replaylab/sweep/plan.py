@@ -12,9 +12,9 @@
     seeds: [0, 1, 2, 3, 4]
     settings: {final_episodes: 100}                 # of every cell
     grid: {lr: [0.001, 0.0003]}                     # every combination; or `list:` of settings
-    split_seeds: true                               # a cell for each seed; also of one system
+    split_seeds: true                               # a cell for each seed; also per system
     per_device: 2                                   # processes that share a GPU
-    budget: 60                                      # minutes; what is left then waits for the next time
+    budget: 60                                      # minutes; the rest is left for the next call
 
 Everything is checked before anything runs, and a mistake is one line that names the place.
 """
@@ -48,7 +48,7 @@ SYSTEM_KEYS = (
     "system", "name", "preset", "settings", "grid", "list", "seeds", "split_seeds", "datasets", "environments",
 )  # fmt: skip
 DATASET_KEYS = ("name", "path", "env", "options")
-# options of reading that the command line calls otherwise
+# reading options that have another name on the command line
 FLAGS = {
     "max_steps": "num-steps", "checkpoints": "num-buffers", "episodes_per_checkpoint": "trajectories-per-buffer",
 }  # fmt: skip
@@ -56,7 +56,7 @@ FLAGS = {
 
 @dataclass
 class Reading:
-    """How data is read: what `load` takes, `columns` apart."""
+    """How data is read: the options of `load`, except `columns`."""
 
     format: str | None = knob(None, "found by looking", FORMATS)
     max_episode_steps: int | None = knob(None, "an episode ends after so many")
@@ -71,19 +71,19 @@ class Cell:
     """One training run: a system on a dataset under a setting, with its seeds side by side in one process."""
 
     name: str  # its folder
-    label: str  # the system as the table calls it
+    label: str  # the system's name in the table
     system: str
-    dataset: str  # as the table calls it; for a system that makes its own data the environment
-    setting: str  # what tells it from the system's other cells on this dataset
+    dataset: str  # its name in the table; for a system that makes its own data, the environment's
+    setting: str  # distinguishes it from the system's other cells on this dataset
     data: list[str] | None
     env: str | None
     preset: str | None
     settings: dict[str, Any]
     seeds: list[int]
-    options: dict[str, Any] = field(default_factory=dict)  # of reading the data
+    options: dict[str, Any] = field(default_factory=dict)  # for reading the data
 
     def arguments(self) -> dict[str, Any]:
-        """For `replaylab.train`, besides the folder."""
+        """The arguments of `replaylab.train`, except the folder."""
         given = {"env": self.env} if self.env else {}
         return {
             "system_name": self.system, "data": self.data, "preset": self.preset, "data_options": self.options,
@@ -108,10 +108,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Common:
-    """What the file says of all its systems, and each may say of itself."""
+    """What the file sets for all its systems, and each system may override."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    variants: list[dict[str, Any]] = field(default_factory=lambda: [{}])  # of `grid` or `list`
+    variants: list[dict[str, Any]] = field(default_factory=lambda: [{}])  # from `grid` or `list`
     seeds: list[int] = field(default_factory=lambda: [0])
     split: bool = False  # a cell for each seed
 
@@ -133,7 +133,7 @@ class Plan:
 
 
 def read_plan(path: str | Path, per_device: int | None = None) -> Plan:
-    """Read and check a sweep file. `per_device` wins over the file's own."""
+    """Read and check a sweep file. `per_device` overrides the file's value."""
     values = read_yaml(path)
     _known(str(path), values, KEYS)
     name = _name(str(path), values, Path(path).stem)
@@ -144,7 +144,7 @@ def read_plan(path: str | Path, per_device: int | None = None) -> Plan:
     common = _common(str(path), values, Common())
     envs = values.get("environments", [])
     rows: list[tuple[str, list[Cell]]] = []
-    takers = 0  # of `environments`
+    takers = 0  # systems that use the file's `environments`
     for i, entry in enumerate(_list(path, values, "systems")):
         found = _rows(f"{path}: systems[{i}]", entry, common, datasets, envs)
         takers += "environments" not in entry and any(cell.data is None for _, row in found for cell in row)
@@ -171,7 +171,7 @@ def read_plan(path: str | Path, per_device: int | None = None) -> Plan:
 def _rows(
     where: str, entry: Any, common: Common, datasets: list[dict[str, Any]], envs: Any
 ) -> list[tuple[str, list[Cell]]]:
-    """(name, cells) of each place in the table that a system fills; several cells where each seed has its own."""
+    """(name, cells) for each dataset and setting of a system; several cells if each seed has its own."""
     entry = {"system": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, dict) or not isinstance(entry.get("system"), str):
         raise UsageError(f"{where}: expected a system's name, or `system: NAME` with settings")
@@ -193,7 +193,7 @@ def _rows(
         read = place.get("options", {})
         _check(where, module, preset, settings)
         row = "-".join(_slug(word) for word in (label, place["name"], setting) if word)
-        online = getattr(module, "ONLINE", False)  # trains one seed a run
+        online = getattr(module, "ONLINE", False)  # trains one seed per run
         apart = common.split or (online and len(common.seeds) > 1)
         about = (label, name, place["name"], setting, place.get("path"), place.get("env"), preset, settings)
         parts = [(f"{row}-seed{seed}", [seed]) for seed in common.seeds] if apart else [(row, common.seeds)]
@@ -219,8 +219,8 @@ def _common(where: str, entry: Mapping[str, Any], base: Common) -> Common:
 def _places(
     where: str, entry: dict[str, Any], datasets: list[dict[str, Any]], envs: Any, module: ModuleType
 ) -> list[dict[str, Any]]:
-    """What the system is trained on: all datasets or those it names; environments, its own or the file's `envs`, if it
-    makes its own data."""
+    """What the system is trained on: the datasets it names, else all of them; for a system that makes its own data, the
+    environments it names, else the file's `envs`."""
     if getattr(module, "ONLINE", False):
         if "datasets" in entry:
             raise UsageError(f"{where}: {entry['system']} makes its own data: give it `environments`, not `datasets`")
@@ -253,7 +253,7 @@ def _check(where: str, module: ModuleType, preset: str | None, settings: dict[st
 
 
 def _environment(env: str | None, module: ModuleType | None = None) -> None:
-    """Is there such a name? No simulator is started, and what is not installed here is left to the cell."""
+    """Check that the name exists, if possible without a simulator. What is not installed here is left to the cell."""
     with contextlib.suppress(MissingExtra):
         if env is None:
             return
@@ -265,7 +265,7 @@ def _environment(env: str | None, module: ModuleType | None = None) -> None:
         if env.startswith(("atari/", "atari-rgb/")):
             importlib.import_module(envs.FAMILIES[env.partition("/")[0]]).parse(env)
         elif ":" not in env and envs.canonical(env) not in envs.gymnasium.registry:  # MODULE:ID registers itself
-            envs.make(env).close()  # an error that names the nearest, or an id without its version
+            envs.make(env).close()  # names the nearest in an error, or completes an id without version
 
 
 def _variants(where: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -312,7 +312,7 @@ def _dataset(where: str, entry: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _at(where: str, more: str = "") -> Iterator[None]:
-    """Name the place of a mistake."""
+    """Say in errors which place of the file they are about."""
     try:
         yield
     except ReplaylabError as error:

@@ -3,7 +3,7 @@
 SWEEP/sweep.json             the plan
 SWEEP/CELL/                  the cell's run folder
 SWEEP/status/CELL.jsonl      a line for each start and each end, never rewritten
-SWEEP/status/CELL.lock       held while a process works on the cell; it goes with the process, however it ends
+SWEEP/status/CELL.lock       held while a process works on the cell; released when it ends, even if killed
 SWEEP/status/CELL.log        what training printed
 SWEEP/status/CELL.error.txt  the traceback of the last failure
 
@@ -34,7 +34,7 @@ from replaylab.sweep.plan import Cell, Plan
 from replaylab.train import train
 from replaylab.trainer import Interrupted
 
-SPECIFIC = ("system", "data", "env", "preset", "settings", "seeds", "options")  # what a finished cell must share
+SPECIFIC = ("system", "data", "env", "preset", "settings", "seeds", "options")  # fixed once a cell has a checkpoint
 MORE_SEEDS = (
     "the seeds of a cell train together; `split_seeds: true` trains each in a cell of its own (these anew too), "
     "to which others can be added; or "
@@ -47,14 +47,14 @@ class Queue:
         self.status = self.folder / "status"
 
     def check(self, plan: Plan) -> None:
-        """Cells that were run under other settings are not silently mixed in."""
+        """Refuse a plan whose cells were run with other settings, rather than mix the two."""
         for cell in plan.cells:
             place, changed = RunFolder(self.folder / cell.name), self._changed(cell)
             if changed and place.checkpoints():
-                told = ", ".join(f"{key} was {was!r}, now {now!r}" for key, (was, now) in changed.items())
+                shown = ", ".join(f"{key} was {was!r}, now {now!r}" for key, (was, now) in changed.items())
                 more = MORE_SEEDS if [*changed] == ["seeds"] else ""
                 raise UsageError(
-                    f"{place.path} was run with other settings ({told}): {more}rename the sweep, or remove that folder"
+                    f"{place.path} was run with other settings ({shown}): {more}rename the sweep, or remove that folder"
                 )
 
     def write(self, plan: Plan) -> None:
@@ -62,7 +62,7 @@ class Queue:
         write_whole(self.folder / "sweep.json", plan.to_json())
 
     def _changed(self, cell: Cell) -> dict[str, tuple[Any, Any]]:
-        """What the cell's last start was told otherwise: (then, now)."""
+        """What has changed in the cell since its last start: key -> (then, now)."""
         start = next((e["run"] for e in reversed(self.events(cell)) if "run" in e), None)
         now = json.loads(json.dumps(asdict(cell)))
         return {k: (start.get(k), now[k]) for k in SPECIFIC if start and start.get(k) != now[k]}
@@ -86,7 +86,7 @@ class Queue:
             file.write(json.dumps(line) + "\n")
 
     def record_lost(self, cell: Cell, error: str) -> None:
-        """The end of a cell whose process could not record it."""
+        """Record the failure of a cell whose process could not do so."""
         begun = [e["time"] for e in self.events(cell) if e["event"] == "started"]
         self.record(cell, "failed", error=error, seconds=time.time() - begun[-1] if begun else 0.0)
 
@@ -127,13 +127,13 @@ class Queue:
             return not mine
 
     def holder(self, cell: Cell) -> str:
-        """Who began it last."""
+        """The process that began the cell last."""
         last = self.events(cell)[-1]
         return f"process {last['pid']} on {last['host']}"
 
     @contextlib.contextmanager
     def claim(self, cell: Cell) -> Iterator[bool]:
-        """True where nobody else works on the cell, and nobody else can until the end of the block."""
+        """Lock the cell until the end of the block; False if another process works on it."""
         with open(self.status / f"{cell.name}.lock", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,14 +143,14 @@ class Queue:
                 yield True
 
     def work(self, cell: Cell, data: Episodes | None = None) -> str:
-        """Train a claimed cell, from its last checkpoint if it has one; what goes wrong is recorded.
+        """Train a claimed cell, from its last checkpoint if it has one, and record how it ended.
 
-        data: the logs, where they have been read already.
+        data: the logs, if they have been read already.
         """
-        anew = bool(self._changed(cell))  # a mistake was mended before anything was worth keeping
+        anew = bool(self._changed(cell))  # settings were corrected before the first checkpoint
         self.record(cell, "started", run=asdict(cell))
         began = time.monotonic()
-        sys.argv = cell.command(self.folder / cell.name)  # what run.json gives as the command
+        sys.argv = cell.command(self.folder / cell.name)  # recorded as the command in run.json
         try:
             with _printing_to(self.log(cell)):
                 train(**cell.arguments(), out=self.folder / cell.name, resume=not anew, overwrite=anew, logs=data)
@@ -158,9 +158,9 @@ class Queue:
             self.record(cell, "interrupted", seconds=time.monotonic() - began)
             raise
         except Exception as error:
-            told = str(error) if isinstance(error, ReplaylabError) else f"{type(error).__name__}: {error}"
+            message = str(error) if isinstance(error, ReplaylabError) else f"{type(error).__name__}: {error}"
             (self.status / f"{cell.name}.error.txt").write_text(traceback.format_exc())
-            self.record(cell, "failed", error=" ".join(told.split()), seconds=time.monotonic() - began)
+            self.record(cell, "failed", error=" ".join(message.split()), seconds=time.monotonic() - began)
             return "failed"
         self.record(cell, "finished", seconds=time.monotonic() - began)
         return "finished"
@@ -168,7 +168,7 @@ class Queue:
 
 @contextlib.contextmanager
 def _printing_to(path: Path) -> Iterator[None]:
-    """Send what this process prints, libraries' own printing included, to a file."""
+    """Redirect all output of this process, also that of C libraries, to a file."""
     kept = [os.dup(1), os.dup(2)]
     with open(path, "ab") as file:
         for number in (1, 2):
