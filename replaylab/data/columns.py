@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 PIECE = 2**20  # numbers held as float64 at a time
-SPANS = 16  # that are looked at side by side
+SPANS = 16  # parts of an array processed in parallel
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Columns:
     high: np.ndarray
 
     def join(self, other: Columns) -> None:
-        """Chan's update: stable however far the mean is from zero."""
+        """Add the statistics of further rows by Chan's update, which is stable however far the mean is from zero."""
         total = np.maximum(self.finite + other.finite, 1)
         away = other.mean - self.mean
         self.squares += other.squares + np.square(away) * self.finite * other.finite / total
@@ -47,7 +47,7 @@ class Columns:
         return [{k: plain_number(v[i]) if known[i] else None for k, v in values.items()} for i in range(len(known))]
 
     def together(self) -> dict[str, Any]:
-        """All columns as if they were one."""
+        """Statistics of all columns taken as one."""
         n = self.finite.sum()
         if not n:
             return dict.fromkeys(["mean", "std", "min", "max"])
@@ -58,7 +58,7 @@ class Columns:
 
 
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """(rows, columns) parts of an array, small enough to convert."""
+    """(rows, columns) parts of an array, small enough to convert to float64."""
     width = int(np.prod(array.shape[1:]))
     step = max(1, PIECE // max(width, 1))
     for start in range(0, len(array), step):
@@ -66,7 +66,7 @@ def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def column_statistics(array: np.ndarray) -> Columns:
-    """Large arrays are cut into spans for the cores; how they are cut does not depend on how many there are."""
+    """Large arrays are cut into spans for parallel threads. Neither cuts nor result depend on the machine."""
     count = min(SPANS, array.size // (4 * PIECE) + 1)
     spans = [array[len(array) * i // count : len(array) * (i + 1) // count] for i in range(count)]
     with ThreadPoolExecutor(min(count, os.cpu_count() or 1)) as pool:
@@ -80,7 +80,7 @@ def _span(array: np.ndarray) -> Columns:
     width = int(np.prod(array.shape[1:]))
     finite, nan, infinite, mean, squares = np.zeros((5, width))
     c = Columns(finite, nan, infinite, mean, squares, np.full(width, np.inf), np.full(width, -np.inf))
-    with np.errstate(over="ignore", invalid="ignore"):  # squares of absurd values may overflow: std is then None
+    with np.errstate(over="ignore", invalid="ignore"):  # squares of huge values may overflow; std is then None
         for part in pieces(array):
             c.join(_bytes(part) if part.dtype == np.uint8 and len(part) <= 256 else _numbers(part))
     return c
@@ -99,7 +99,7 @@ def _numbers(part: np.ndarray) -> Columns:
 
 
 def _bytes(part: np.ndarray) -> Columns:
-    """Frames: sums of at most 256 squares of bytes are exact in float32, which is four times as fast."""
+    """For frames: sums of at most 256 squared bytes are exact in float32, which is four times as fast."""
     x, ones, nothing = part.astype(np.float32), np.ones(len(part), np.float32), np.zeros(part.shape[1])
     mean = (ones @ x).astype(np.float64) / len(x)
     squares = (ones @ np.square(x, out=x)).astype(np.float64) - len(x) * np.square(mean)
@@ -107,5 +107,5 @@ def _bytes(part: np.ndarray) -> Columns:
 
 
 def plain_number(value: Any) -> float | None:
-    """A Python number for JSON, which knows no NaN and no infinity."""
+    """A float for JSON, or None for NaN and infinity, which JSON lacks."""
     return float(value) if np.isfinite(value) else None

@@ -1,8 +1,7 @@
 """Data damaged on purpose, to test robustness.
 
-`sparsify` takes rows out of a region and leaves a hole in the data (recipes of GORMPO: `docs/damage.md`);
-`corrupt` makes a labelled test set for density models: clean episodes, then the same ones shifted.
-What was done, with its settings, seed and counts, is added to `meta["damage"]`.
+`sparsify` removes rows from a region of the data (GORMPO's recipes, see `docs/damage.md`); `corrupt` makes a labelled
+test set for density models: clean episodes, then the same ones shifted. Both record what they did in `meta["damage"]`.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import numpy as np
 from replaylab.data.episodes import MAX_NOTES, Episodes, concatenate
 from replaylab.errors import DataError, UsageError, nearest
 
-# `pca-quadrant`: the observation's first component must lie below this, where the caller does not say
+# default of `pca-quadrant`: rows whose observation has a first component below this are in the region
 THRESHOLDS = {"hopper": -5.0, "halfcheetah": -20.0, "walker2d": -10.0}
 
 
 def sparsify(episodes: Episodes, recipe: str, *, seed: int = 0, **params: Any) -> Episodes:
-    """Remove rows by a recipe of RECIPES. Where rows are missing an episode ends, truncated, with its true successor.
+    """Remove rows by one of RECIPES; `params` are its settings.
 
-    `params` are the recipe's own; one that it does not have is an error.
+    An episode ends, truncated, where rows were removed; its final observation is the one that followed in the log.
     """
     if recipe not in RECIPES:
         raise UsageError(f"unknown recipe '{recipe}'{nearest(recipe, RECIPES)}")
@@ -43,7 +42,7 @@ def sparsify(episodes: Episodes, recipe: str, *, seed: int = 0, **params: Any) -
     record = {"recipe": recipe, "seed": seed, "params": used, "rows": len(episodes)}
     record |= {"in_region": int(inside.sum()), "removed": int(removed.sum())}
     found = []
-    if not removed.any():  # the user would go on with undamaged data
+    if not removed.any():  # say it now: the result is undamaged data
         found = [f"{recipe} removed nothing: {inside.sum()} of {len(episodes)} rows lie in its region"]
         print(f"note: {found[0]}", file=sys.stderr)
     return _recorded(keep_rows(episodes, ~removed), record, found)
@@ -52,11 +51,11 @@ def sparsify(episodes: Episodes, recipe: str, *, seed: int = 0, **params: Any) -
 def corrupt(
     episodes: Episodes, distance: float, *, seed: int = 0, episodes_count: int = 10, scale: float = 0.1
 ) -> Episodes:
-    """`episodes_count` random episodes as they are, then the same ones with N(distance, scale²) added to every number
-    of observations and actions, the actions clipped to their box. `extras["ood"]` is true on the shifted rows.
+    """`episodes_count` random episodes unchanged, then the same ones with N(distance, scale²) added to every entry of
+    observations and actions, and the actions clipped to their bounds. `extras["ood"]` is true on the shifted rows.
 
-    Each observation is shifted once, final ones too. A row's next observation is the next row's, so it is shifted as
-    well: a model of (observation, action) and one of (next observation, action) can both be tested.
+    Final observations are shifted too, so that models of (observation, action) and of (next observation, action) can
+    both be tested.
     """
     _check_continuous(episodes, "corrupt")
     if not np.isfinite(distance) or not 0 <= scale < np.inf:
@@ -92,8 +91,8 @@ def check_seed(seed: int) -> None:
 
 
 def keep_rows(episodes: Episodes, keep: np.ndarray) -> Episodes:
-    """The rows where `keep` (rows,) is true. Pieces of a broken episode become episodes of their own, truncated, whose
-    final observation is the one that followed in the full data."""
+    """The rows where `keep` (rows,) is true. An episode that loses rows in the middle falls into several: they
+    are truncated, and their final observation is the one that followed in the full data."""
     rows = np.flatnonzero(keep)
     ends = (episodes.terminated | episodes.truncated)[rows]
     broken = np.append(np.diff(rows) > 1, rows[-1] < len(episodes) - 1) & ~ends  # the next row was removed
@@ -114,7 +113,7 @@ def keep_rows(episodes: Episodes, keep: np.ndarray) -> Episodes:
     )
 
 
-# --- recipes: (episodes, random numbers, settings) -> rows in the region, rows to remove, the settings in full
+# --- recipes: (episodes, rng, settings) -> masks of the rows in the region and of those to remove, all settings used
 
 Choice = tuple[np.ndarray, np.ndarray, dict[str, Any]]
 
@@ -149,8 +148,8 @@ def reward_action_box(
     action_norm: Sequence[float] = (0.5, 1.0),
     absolute: bool = False,
 ) -> Choice:
-    """Of the rows whose reward and action norm lie in the box, ends included, the share `drop` is removed, rounded to
-    whole rows. The box is given in quantiles of the data, or with `absolute` in its own units."""
+    """Remove the share `drop` of the rows whose reward and action norm lie within the given ranges (inclusive). Ranges
+    are quantiles of the data or, with `absolute`, values."""
     _check_share("drop", drop)
     inside = np.ones(len(episodes), bool)
     used: dict[str, Any] = {"drop": float(drop), "absolute": bool(absolute)}
@@ -159,7 +158,7 @@ def reward_action_box(
         low, high = _range(name, ends, absolute)
         used[name] = [low, high]
         if not absolute:
-            low, high = np.quantile(values, [low, high]).astype(values.dtype)  # or rounding would miss the extremes
+            low, high = np.quantile(values, [low, high]).astype(values.dtype)  # else rounding may exclude extremes
             used[f"{name}_box"] = [float(low), float(high)]
         inside &= (values >= low) & (values <= high)
     removed = np.zeros(len(episodes), bool)
@@ -174,11 +173,11 @@ RECIPES: dict[str, Callable[..., Choice]] = {"pca-quadrant": pca_quadrant, "rewa
 def first_component(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(rows,) coordinate of the centred rows along their direction of largest variance, and that direction (dims,).
 
-    A principal component has no sign of its own: here its largest entry, the first of equals, is positive.
+    The sign of a principal component is arbitrary: here its largest entry (the first of equal ones) is positive.
     """
     centred = values - values.mean(0, dtype=np.float64)
-    axis = np.linalg.eigh(centred.T @ centred)[1][:, -1]  # eigenvalues rise
-    largest = np.flatnonzero(np.isclose(np.abs(axis), np.abs(axis).max()))[0]  # equals may differ by rounding
+    axis = np.linalg.eigh(centred.T @ centred)[1][:, -1]  # eigenvalues ascend
+    largest = np.flatnonzero(np.isclose(np.abs(axis), np.abs(axis).max()))[0]  # equal entries may differ by rounding
     axis = axis * np.sign(axis[largest])
     return centred @ axis, axis
 

@@ -1,4 +1,4 @@
-"""Where an episode ends, and what its columns must be: plain functions on arrays, for `episodes.from_rows`."""
+"""Find episode ends and check columns: plain functions on arrays, used by `episodes.from_rows` and the readers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOAT32 = float(np.finfo(np.float32).max)
 def more_ends(
     ends: np.ndarray, observations: np.ndarray, actions: np.ndarray, limit: int | None, split: str, notes: list[str]
 ) -> np.ndarray:
-    """The ends known so far, and those that a guess by discontinuity, a step limit and the last row add."""
+    """The known ends, plus those guessed from jumps, those at the step limit, and the last row."""
     if split == "discontinuity":
         guessed = jumps(observations, actions) & ~ends
         ends = ends | guessed
@@ -76,7 +76,7 @@ def as_numbers(name: str, values: np.ndarray, rows: int) -> np.ndarray:
 
 
 def refuse_huge(name: str, values: np.ndarray) -> None:
-    """Everything is learnt in float32, where a finite number beyond its range would become infinity."""
+    """Training uses float32, where a finite float64 out of range would become infinity: raise a DataError instead."""
     if values.dtype != np.float64:
         return
     for part in pieces(values):
@@ -86,7 +86,7 @@ def refuse_huge(name: str, values: np.ndarray) -> None:
 
 
 def as_flags(name: str, flags: np.ndarray | None, rows: int) -> np.ndarray:
-    """(rows,) bool of anything that holds one 0 or 1 a row; none at all is all false."""
+    """(rows,) bool from any array of one 0 or 1 per row; None means all false."""
     if flags is None:
         return np.zeros(rows, bool)
     flags = np.asarray(flags)
@@ -116,7 +116,7 @@ def id_changes(ids: np.ndarray, rows: int, notes: list[str]) -> np.ndarray:
 
 
 def limit_reached(ends: np.ndarray, limit: int) -> np.ndarray:
-    """Rows at which an episode has run `limit` steps since the last known end."""
+    """(rows,) whether a multiple of `limit` steps has passed since the last known end."""
     if limit < 1:
         raise DataError(f"max_episode_steps must be at least 1, not {limit}")
     index = np.arange(len(ends))
@@ -126,7 +126,7 @@ def limit_reached(ends: np.ndarray, limit: int) -> np.ndarray:
 
 
 def same_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """(rows,) whether two rows agree, up to float32 rounding. In pieces, so that big logs need no big temporaries."""
+    """(rows,) whether row i of `a` and of `b` agree up to float32 rounding; in pieces, to keep temporaries small."""
     exact = a.dtype.kind != "f" and b.dtype.kind != "f"
     same = np.ones(len(a), bool)
     width = a[:1].size or 1
@@ -139,27 +139,27 @@ def same_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def jumps(observations: np.ndarray, actions: np.ndarray) -> np.ndarray:
-    """(rows,) rows whose successor a linear model of the dynamics does not expect.
+    """(rows,) whether the next observation is far from what a linear model of the dynamics predicts.
 
-    A fast robot moves further in one step than a reset does, so the step alone says little; but (observation, action)
-    predicts most of it. Errors are measured in each column's 97th percentile, as the root mean square over columns;
-    a row above 2 is a jump, or above the valley between the two kinds of large errors where they lie further apart.
-    Needs episodes of some 40 steps or more: shorter ones make resets part of the usual.
+    A fast robot can move further in one step than a reset moves it, so the size of the step says little; but most of it
+    is predictable from (observation, action). Errors are divided by their 97th percentile in each column and averaged
+    over columns (root mean square). A row is a jump if this is above 2 and above the cut between the two clusters of
+    large errors. This needs episodes of about 40 steps or more, as resets must be rare.
     """
     rows, width = len(observations), observations[0].size
     surprise = np.zeros(rows)
     if rows < 4:
         return surprise > 0
 
-    def step(i: np.ndarray) -> list[np.ndarray]:  # what is known before, how the observation moves
+    def step(i: np.ndarray) -> list[np.ndarray]:  # inputs of the linear model, change of the observation
         now, after = (observations[j].reshape(len(j), width).astype(np.float64) for j in (i, i + 1))
         known = np.column_stack([now, *([actions[i]] if actions.ndim == 2 else []), np.ones(len(i))])
         return [np.nan_to_num(v, posinf=0, neginf=0).clip(-1e12, 1e12) for v in (known, after - now)]
 
-    piece = min(16384, 4_000_000 // width + 1)  # rows at a time: pixels are wide
+    piece = min(16384, 4_000_000 // width + 1)  # rows at a time; fewer for images
     known, moved = step(np.arange(0, rows - 1, rows // piece + 1))
     weights = np.zeros((known.shape[1], width))
-    if width <= 256:  # pixels: the step itself has to do
+    if width <= 256:  # wider observations (images): no model, errors are the steps themselves
         weights = np.linalg.lstsq(known, moved, rcond=None)[0]
     spread = known[:, :width].std(0)
     usual = np.maximum(np.quantile(np.abs(moved - known @ weights), 0.97, axis=0), 1e-6 * spread)
@@ -170,7 +170,7 @@ def jumps(observations: np.ndarray, actions: np.ndarray) -> np.ndarray:
         error = (moved - known @ weights)[:, moves] / usual[moves]
         surprise[index] = np.sqrt(np.square(error).sum(1) / max(moves.sum(), 1))
     large, cut = np.log(surprise[surprise > 1.3]), np.log(2)
-    for _ in range(20):  # two means, in the logarithm
+    for _ in range(20):  # 2-means clustering of the logarithms
         if large.size and large.min() <= cut < large.max():
             cut = (large[large <= cut].mean() + large[large > cut].mean()) / 2
     return surprise > max(np.exp(cut), 2)
@@ -179,10 +179,10 @@ def jumps(observations: np.ndarray, actions: np.ndarray) -> np.ndarray:
 def finals(
     observations: np.ndarray, next_observations: np.ndarray | None, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Final observation of each episode, and whether the rows tell it."""
+    """The final observation of each episode, and whether it is known; if not, the last observation is a placeholder."""
     if next_observations is None:
         return observations[last], np.zeros(len(last), bool)
-    # d4rl's qlearning_dataset and its kin write the next episode's first observation here (np.roll: the very first)
+    # d4rl's qlearning_dataset and the like store the next episode's first observation here (np.roll: the log's first)
     following = observations[(last + 1) % len(observations)]
     known = ~same_rows(next_observations[last], following)
     if len(observations) == 1:

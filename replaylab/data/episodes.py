@@ -1,8 +1,8 @@
-"""Episodes: logged experience as flat arrays plus offsets.
+"""`Episodes`: logged experience as flat arrays plus offsets, with `concatenate` and `from_rows` to make them.
 
-This is the only place that knows where an episode ends. Row i holds (observation, action, reward); the observation
-that follows it is row i + 1 of the same episode, or the episode's final observation. It is never another episode's
-first observation, and a time limit is never a terminal.
+Row i holds (observation, action, reward). The observation that follows it is row i + 1 of the same episode or, on the
+last row, the episode's final observation; it is never another episode's first one. A time limit sets `truncated`,
+never `terminated`. Everything else asks this class where an episode ends.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Episodes:
     terminated: np.ndarray  # (rows,) bool; true only on the last row of an episode
     truncated: np.ndarray  # (rows,) bool; likewise
     offsets: np.ndarray  # (episodes + 1,) int64; episode e is rows offsets[e]:offsets[e + 1]
-    final_observations: np.ndarray  # (episodes, ...) what followed the last row
-    final_known: np.ndarray  # (episodes,) bool; false: the log does not say, the last observation stands in
-    extras: dict[str, np.ndarray] = field(default_factory=dict)  # further columns, one value a row
+    final_observations: np.ndarray  # (episodes, ...) the observation after the last row
+    final_known: np.ndarray  # (episodes,) bool; false: not logged, the last observation is a placeholder
+    extras: dict[str, np.ndarray] = field(default_factory=dict)  # further columns, one entry per row
     attachments: dict[str, np.ndarray] = field(default_factory=dict)  # arrays that are not per row (policy weights)
     meta: dict[str, Any] = field(default_factory=dict)  # plain JSON: env_id, source, licence, action_low, notes, ...
 
@@ -98,7 +98,7 @@ class Episodes:
 
     @cached_property
     def episode_ids(self) -> np.ndarray:
-        """(rows,) which episode a row belongs to."""
+        """(rows,) index of the episode that a row belongs to."""
         return np.repeat(np.arange(self.num_episodes), self.lengths)
 
     @cached_property
@@ -108,17 +108,17 @@ class Episodes:
 
     @property
     def next_known(self) -> np.ndarray:
-        """(rows,) whether the log tells what followed a row. Whoever learns to foretell that needs these rows alone."""
+        """(rows,) whether the next observation is logged: a model that predicts it can learn from these rows only."""
         known = np.ones(len(self), bool)
         known[self.last_rows] = self.final_known
         return known
 
     @property
     def backup_known(self) -> np.ndarray:
-        """(rows,) whether r + gamma (1 - terminated) V(s') is known: after a terminated row there is no s' to know."""
+        """(rows,) whether r + gamma (1 - terminated) V(s') can be computed: a terminated row does not need s'."""
         return self.next_known | self.terminated
 
-    # --- what the columns are
+    # --- observation and action spaces
 
     @property
     def discrete(self) -> bool:
@@ -126,7 +126,7 @@ class Episodes:
 
     @property
     def num_actions(self) -> int:
-        """How many discrete actions there are: what the source declares, else the largest seen + 1."""
+        """Number of discrete actions: as the source declares, else the largest logged id + 1."""
         return int(self.meta.get("num_actions") or int(self.actions.max()) + 1)
 
     @property
@@ -135,7 +135,7 @@ class Episodes:
 
     @cached_property
     def action_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The action box: what the source declares; else [-1, 1] where the data fits, else the data's range."""
+        """Lowest and highest action: as the source declares, else [-1, 1] if the data fits into it, else its range."""
         if "action_low" in self.meta and "action_high" in self.meta:
             shape = self.actions.shape[1:]
             low, high = (np.asarray(self.meta[k], np.float32) for k in ("action_low", "action_high"))
@@ -154,7 +154,7 @@ class Episodes:
         arrays = [self.observations, self.actions, self.rewards, self.terminated, self.truncated]
         return sum(a.nbytes for a in [*arrays, self.offsets, self.final_observations, *self.extras.values()])
 
-    # --- derived columns, each in one pass
+    # --- derived columns
 
     def returns_to_go(self, gamma: float = 1.0) -> np.ndarray:
         """(rows,) float64: discounted sum of rewards from this row to the episode's end."""
@@ -162,13 +162,13 @@ class Episodes:
             upto = np.cumsum(self.rewards, dtype=np.float64)
             return upto[self.last_rows][self.episode_ids] - upto + self.rewards
         total, rows = self.rewards.astype(np.float64), self.last_rows
-        while len(rows):  # one step back in all episodes at a time
+        while len(rows):  # goes back one step in all episodes at once
             rows = rows[rows > self.offsets[self.episode_ids[rows]]] - 1
             total[rows] += gamma * total[rows + 1]
         return total
 
     def next_observations(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """What followed each row. Where `final_known` is false, the last row's successor is only a stand-in."""
+        """The observation after each row; after the last row of an episode without `final_known`, a placeholder."""
         rows = np.arange(len(self)) if rows is None else np.asarray(rows)
         following = self.observations[np.minimum(rows + 1, len(self) - 1)]
         last = self.terminated[rows] | self.truncated[rows]
@@ -186,10 +186,10 @@ class Episodes:
             squares += np.square(part - mean).sum(0)
         return mean, np.sqrt(squares / len(self))
 
-    # --- pieces
+    # --- parts of the data
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        """One dict an episode; `observations` there has one row more than `actions`."""
+        """One dict per episode; its `observations` include the final one, so they have one row more than `actions`."""
         for e in range(self.num_episodes):
             rows = slice(self.offsets[e], self.offsets[e + 1])
             yield {
@@ -202,7 +202,7 @@ class Episodes:
             }
 
     def select(self, episodes: Sequence[int] | np.ndarray) -> Episodes:
-        """The numbered episodes, in the order given; or those where a mask of all episodes is true."""
+        """The episodes with these numbers, in this order, or those where a boolean mask over all episodes is true."""
         episodes = np.asarray(episodes)
         if episodes.dtype == bool:
             if episodes.shape != (self.num_episodes,):
@@ -228,8 +228,8 @@ class Episodes:
         )
 
     def cut(self, terminated: np.ndarray, truncated: np.ndarray) -> Episodes:
-        """The same rows with these flags, which may add ends but keep the old ones. What follows a new end is known:
-        the next row."""
+        """The same rows with these flags, which must keep the old ends and may add new ones. The final observation of
+        a new end is known: it is the next row's."""
         last = np.flatnonzero(terminated | truncated)
         known = np.ones(len(last), bool)
         known[(self.terminated | self.truncated)[last]] = self.final_known
@@ -243,7 +243,7 @@ class Episodes:
         )
 
     def split(self, max_episode_steps: int | None = None, split: str = "flags") -> Episodes:
-        """Cut further, as `from_rows` does: every `max_episode_steps`, or where the observation jumps."""
+        """Split episodes further, with the same two options as `from_rows`; the new ends are truncated."""
         if max_episode_steps is None and split == "flags":
             return self
         ends, notes = self.terminated | self.truncated, list(self.meta.get("notes", []))
@@ -252,18 +252,18 @@ class Episodes:
         return replace(part, meta=self.meta | {"notes": notes[:MAX_NOTES]})
 
     def top_fraction(self, fraction: float) -> Episodes:
-        """The best episodes by return, whole ones, while they fit into `fraction` of the rows; at least the best."""
+        """The episodes with the highest returns, as many as fit into `fraction` of the rows, but at least one."""
         if not 0 < fraction <= 1:
             raise DataError(f"top fraction must be above 0 and at most 1, not {fraction}")
         order = np.argsort(self.returns, kind="stable")[::-1]
         used = np.cumsum(self.lengths[order])
         fits = used <= max(int(fraction * len(self)), 1)
-        keep = max(1, int(np.argmin(fits)) if not fits.all() else len(order))  # stop at the first that does not fit
+        keep = max(1, int(np.argmin(fits)) if not fits.all() else len(order))  # no shorter episode fills the gap
         return self if keep == self.num_episodes else self.select(np.sort(order[:keep]))
 
 
 def concatenate(parts: Sequence[Episodes]) -> Episodes:
-    """Several logs as one. Columns that not all of them have are left out."""
+    """Several logs as one. Extra columns that some of them lack are left out, and so are attachments."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -316,12 +316,12 @@ def from_rows(
     attachments: dict[str, np.ndarray] | None = None,
     meta: dict[str, Any] | None = None,
 ) -> Episodes:
-    """Rows in the order they were logged -> Episodes, with every boundary the rows can prove.
+    """Episodes from rows in logged order.
 
     An episode ends where `terminated` or `truncated` says so, where the id in `episode` changes, where
     `next_observations` is not the next row's observation (rows are missing, or a boundary was not marked), every
-    `max_episode_steps`, with `split="discontinuity"` where the observation jumps, and at the last row. What the rows
-    cannot say is written into `meta["notes"]`, which `data info` shows as warnings.
+    `max_episode_steps`, with `split="discontinuity"` where the observation jumps, and at the last row. Whatever had to
+    be guessed or is missing is noted in `meta["notes"]`, which `data info` shows as warnings.
     """
     notes: list[str] = []
     rewards = as_rewards(rewards)

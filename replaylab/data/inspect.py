@@ -1,8 +1,8 @@
 """Look at logged data before learning from it: `data info` and `data plot`.
 
 `summarize` reads every row once or twice, in pieces, so that it also works on memory-mapped data larger than memory,
-and returns plain JSON: what is unknown or not finite is None. Its `warnings` name what commonly ruins offline learning.
-Standard deviations describe the data, so they divide by n.
+and returns plain JSON, with None for what is unknown or not finite. Its `warnings` name what commonly spoils offline
+learning. Standard deviations divide by n. `format_summary` prints a summary, `summary_html` and `plot` draw it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from replaylab.page import (
     write_page,
 )
 
-HUGE = float(np.sqrt(np.finfo(np.float32).max))  # losses are squares, in float32
-LISTED = 64  # columns described one by one; beyond that (pixels) only together
+HUGE = float(np.sqrt(np.finfo(np.float32).max))  # its square, as in a loss, is still finite in float32
+LISTED = 64  # wider arrays (pixels) are described as a whole, not by column
 QUANTILES = {"5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95}
 
 
@@ -87,7 +87,7 @@ def _distribution(values: np.ndarray) -> dict[str, Any]:
 
 
 def _normalized(env_id: str | None, returns: np.ndarray) -> dict[str, Any] | None:
-    from replaylab import scores  # at use: the data layer stands without it
+    from replaylab import scores  # imported here, as the data layer does not depend on it
 
     reference = scores.reference(env_id) if env_id else None
     if env_id is None or reference is None or not np.isfinite(returns).all():
@@ -140,7 +140,7 @@ def _describe_actions(episodes: Episodes, columns: Columns) -> dict[str, Any]:
 
 
 def _bounds(episodes: Episodes, columns: Columns) -> tuple[np.ndarray, np.ndarray, str]:
-    """The box of the actions, flat, and where it comes from: declared, assumed ([-1, 1]) or observed."""
+    """Flat action bounds, and where they come from: declared, assumed ([-1, 1]) or observed."""
     if {"action_low", "action_high"} <= episodes.meta.keys():
         low, high = episodes.action_bounds
         return low.ravel().astype(np.float64), high.ravel().astype(np.float64), "declared"
@@ -179,7 +179,7 @@ def _number_warnings(episodes: Episodes, observations: Columns, actions: Columns
             found.append(f"huge: {_some([names[i] for i in huge])}: {why}")
     for kind, array, columns in measured[:2]:
         constant = np.flatnonzero(columns.low == columns.high)
-        # parts of a picture that never change are normal; a picture that never changes is not
+        # some pixels of an image may well be constant, but not nearly all
         if len(constant) and len(episodes) > 1 and (array.ndim <= 2 or len(constant) > 0.9 * len(columns.low)):
             names = _names(kind, array.shape[1:])
             found.append(f"constant: {_some([names[i] for i in constant])}: nothing can be learned from a constant")
@@ -193,7 +193,7 @@ def _boundary_warnings(episodes: Episodes) -> list[str]:
     starts = episodes.offsets[1:-1]
     leaks = _same_rows(episodes.final_observations[:-1], episodes.observations[starts]) if len(starts) else np.zeros(0)
     leaked = int((leaks * episodes.final_known[:-1]).sum())
-    if leaked and (episodes.observations != episodes.observations[:1]).any():  # where all states are one, none leaks
+    if leaked and (episodes.observations != episodes.observations[:1]).any():  # if all states are equal, none leaks
         who = f"the final observation of {count(leaked, 'episode')}"
         found.append(f"boundary leak: {who} is the first observation of the next one")
     unknown = int((~episodes.final_known).sum())
@@ -212,7 +212,7 @@ def _boundary_warnings(episodes: Episodes) -> list[str]:
 
 
 def _duplicates(episodes: Episodes) -> int:
-    """How many episodes equal an earlier one. Only those that share length and return with another are hashed."""
+    """Number of episodes equal to an earlier one; only those with the same length and return as another are hashed."""
     keys = episodes.lengths + 1j * np.nan_to_num(episodes.returns)  # complex: two numbers as one sortable key
     group, sizes = np.unique(keys, return_inverse=True, return_counts=True)[1:]
     seen, repeated = set(), 0
@@ -245,11 +245,11 @@ def _action_warnings(episodes: Episodes, action: dict[str, Any]) -> list[str]:
     return [f"action ids that never occur: {_some([str(i) for i in never], 10)}"]
 
 
-# --- for people
+# --- text and HTML
 
 
 def format_summary(summary: dict[str, Any], *, columns: int = 12) -> str:
-    """The summary for a terminal: facts, one table of numbers, warnings. Lists that many columns of each kind."""
+    """The summary for a terminal: facts, one table of numbers, warnings. Lists up to `columns` columns of each kind."""
     lines = [f"{name:<13} {value}" for name, value in _facts(summary)]
     rows, hidden = [(name, summary[name]) for name in ("return", "length", "reward")], 0
     for kind in ("observation", "action"):
@@ -306,7 +306,7 @@ def _action_fact(action: dict[str, Any]) -> str:
 
 
 def summary_html(summary: dict[str, Any], further: Sequence[Html] = ()) -> Html:
-    """Facts, warnings, histograms (and further charts), the column table: a piece of a page."""
+    """A section of a page: facts, warnings, histograms and `further` charts, column table."""
     pictures: list[Html] = []
     for name, unit in (("return", "return of an episode"), ("length", "steps in an episode")):
         bins = summary[name]["histogram"]
@@ -342,7 +342,7 @@ def _column_table(summary: dict[str, Any]) -> Html:
 
 
 def plot(episodes: Episodes, path: str | Path, title: str | None = None) -> Path:
-    """A self-contained HTML page about the data."""
+    """Write a self-contained HTML page about the data."""
     path, summary = check_suffix(path), summarize(episodes)
     title = title or str(episodes.env_id or "Logged data")
     rows = _spread(len(episodes), 10**6)
@@ -358,7 +358,7 @@ def plot(episodes: Episodes, path: str | Path, title: str | None = None) -> Path
 
 
 def _spread(total: int, most: int) -> np.ndarray:
-    """At most `most` rows, evenly spread over all."""
+    """At most `most` row numbers, spread evenly over all rows."""
     return np.linspace(0, total - 1, min(total, most)).astype(np.int64)
 
 
@@ -393,7 +393,7 @@ def _state_html(episodes: Episodes) -> Html:
 
 
 def project(episodes: Episodes) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """(rows, points (n, 2), share of variance (2,)) by principal components, or None where nothing varies."""
+    """(rows, points (n, 2), share of variance (2,)) by principal components; None if fewer than two columns vary."""
     width = int(np.prod(episodes.observations.shape[1:]))
     rows = _spread(len(episodes), max(1000, min(50_000, 2**24 // width)))
     x = episodes.observations[rows].reshape(len(rows), -1)[:, :: -(-width // 512)].astype(np.float64)

@@ -1,4 +1,7 @@
-"""`load`: any supported file or folder -> Episodes, or one DataError line that names the file and the field."""
+"""`load` reads any supported file or folder into Episodes. What cannot be read is a one-line error that names the file.
+
+The readers are in formats/; this file finds the right one and checks what it returns.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ PART = ("checkpoints", "max_steps", "episodes_per_checkpoint")
 
 
 def _samples() -> dict[str, Path]:
-    """Data shipped with the package, by name; `sample` where there is only one."""
+    """Datasets shipped with the package, by name; a single one is also called `sample`."""
     folder = Path(__file__).parent.parent / "sample"
     if FORMATS["native"].sniff(folder):
         return {"sample": folder}
@@ -35,7 +38,7 @@ def _samples() -> dict[str, Path]:
 
 
 SAMPLES: dict[str, Path] = _samples()
-TOYS = {"toy-bandit": toy_bandit}  # made on the spot
+TOYS = {"toy-bandit": toy_bandit}  # generated, not read
 
 
 def load(
@@ -47,12 +50,12 @@ def load(
     split: str = "flags",
     **part: int | None,
 ) -> Episodes:
-    """Read logged experience. The format is found by looking; several paths are joined in the order given.
+    """Read logged experience. The format is detected by default; several paths are joined in the order given.
 
-    columns: which columns of a flat file are what, {"observations": ["x1", "x2"], "rewards": "r", ...}.
-    max_episode_steps: also end an episode after so many steps.
+    columns: role -> columns of a flat file, {"observations": ["x1", "x2"], "rewards": "r", ...}.
+    max_episode_steps: also end an episode after this many steps.
     split: "flags" ends episodes where the file says so, "discontinuity" also where the observation jumps.
-    part: how much of a DQN-replay log: `checkpoints`, `max_steps`, `episodes_per_checkpoint` (see dqn_replay.read).
+    part: for a DQN-replay log, how much: `checkpoints`, `max_steps`, `episodes_per_checkpoint` (dqn_replay.read).
     """
     if format is not None and format not in FORMATS:
         raise UsageError(f"no format '{format}'{nearest(format, FORMATS)}")
@@ -62,7 +65,7 @@ def load(
         if key not in PART:
             raise UsageError(f"load takes no '{key}'{nearest(key, (*OPTIONS, *PART))}")
     parts = [_load_one(path, format, options, part) for path in paths]
-    if len(parts) > 1:  # whose note is it?
+    if len(parts) > 1:  # say which file a note is about
         for i, (path, log) in enumerate(zip(paths, parts, strict=True)):
             notes = [f"{path}: {note}" for note in log.meta.get("notes", [])]
             parts[i] = replace(log, meta=log.meta | {"notes": notes})
@@ -70,7 +73,7 @@ def load(
 
 
 def as_paths(data: Any) -> list[str | Path]:
-    """The one path or the several that name logs; what is no path is refused."""
+    """One path or several as a list; anything else is an error."""
     paths = list(data) if isinstance(data, Iterable) and not isinstance(data, (str, Mapping)) else [data]
     if not paths:
         raise DataError("no files given")
@@ -93,7 +96,7 @@ def _load_one(given: str | Path, format: str | None, options: Options, part: Map
         _check_meta(episodes)
         for column in ("observations", "actions", "rewards", "final_observations"):
             values = getattr(episodes, column)
-            if not isinstance(values, np.memmap):  # a store opens at once; whoever learns from it looks
+            if not isinstance(values, np.memmap):  # memory maps are checked by sample.Store, before training
                 refuse_huge(column, values)
     except MissingExtra:
         raise
@@ -101,13 +104,13 @@ def _load_one(given: str | Path, format: str | None, options: Options, part: Map
         raise type(error)(f"{given}: {one_line(error)}") from error
     except MemoryError as error:
         raise DataError(f"{given}: does not fit into memory; convert it to the native format in parts") from error
-    except Exception as error:  # the one place where a library's complaint about a bad file becomes ours
+    except Exception as error:  # whatever a library raises on a bad file
         raise DataError(f"{given}: not a readable {name or 'data'} file: {one_line(error)}") from error
     return replace(episodes, meta={"source": str(given)} | episodes.meta)
 
 
 def detect(path: Path) -> str:
-    """The name of the format, by content where it tells, else by suffix."""
+    """The name of the format: by content if that is recognised, else by suffix."""
     if not path.exists():
         if path.is_symlink():
             raise DataError(f"it is a link to {path.readlink()}, which is not there")
@@ -128,7 +131,7 @@ def detect(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """'; did you mean X?' for a path that is not there."""
+    """'; did you mean X?' for a path that does not exist, else an empty string."""
     folder = path.parent
     while not folder.is_dir():
         path, folder = folder, folder.parent
@@ -138,7 +141,7 @@ def _near(path: Path) -> str:
 
 
 def _check_meta(episodes: Episodes) -> None:
-    """Files can claim anything; what the rest of the program relies on must be of the right kind."""
+    """Meta comes from the file and may hold anything: check the entries that the package relies on."""
     meta = episodes.meta
     if not isinstance(meta.get("env_id"), str | None):
         raise DataError("env_id must be a name")

@@ -1,8 +1,9 @@
 """Batches, gathered on the device.
 
-The data is copied to the device once; a batch is an index gather inside the training step. Indices are a pure
-function of (seed, stream, step): a run that resumes at step n draws what the uninterrupted run drew there, and a
-seed draws the same rows whoever trains beside it. Logs too large for the device stay memory-mapped on the host.
+A `Store` copies the data to the device once; a sampler draws indices on the host (`draw`) and gathers a batch from them
+inside the training step (`gather`). Indices are a pure function of (seed, stream, step): a run resumed at step n draws
+what an uninterrupted run would, and a seed draws the same rows whichever seeds train beside it. Logs too large for the
+device stay on the host.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from replaylab.errors import DataError
 
 BLOCK = 1024  # steps whose indices are drawn together
 PIECE = 2**24  # bytes copied to the device at a time
-DEVICE_SHARE = 0.6  # of the free memory that the data may take
+DEVICE_SHARE = 0.6  # of the free memory that the data may use
 
 
 def draw(population: int, shape: tuple[int, ...], seed: int, stream: int, start: int, steps: int) -> np.ndarray:
-    """(steps, *shape) indices below `population` for steps start, start + 1, ...; independent of how they are cut."""
+    """(steps, *shape) indices below `population` for steps start, start + 1, ...; in parts or at once alike."""
     parts = []
     while steps > 0:
         block, skip = divmod(start, BLOCK)
@@ -46,8 +47,8 @@ def fits(nbytes: int, device: torch.device) -> bool:
 
 
 class Store:
-    """The columns of a log on the device: observations with each episode's final one behind its last row, so that
-    the observation after row i is always the one behind it."""
+    """The columns of a log on the device. Each episode's final observation is stored after its last row, so that the
+    observation after row i is always the next entry."""
 
     def __init__(self, episodes: Episodes, device: torch.device | str, resident: bool | None = None):
         self.episodes, self.device = episodes, torch.device(device)
@@ -62,11 +63,11 @@ class Store:
             shape = (len(episodes) + episodes.num_episodes, *episodes.observations.shape[1:])
             self._observations = torch.empty(shape, dtype=kind, device=self.device)
             step = max(1, PIECE * len(episodes) // episodes.observations.nbytes)
-            for start in range(0, len(episodes), step):  # in pieces: no second copy of the whole log
+            for start in range(0, len(episodes), step):  # in pieces, to avoid a second copy of the whole log
                 self._fill(start, min(start + step, len(episodes)))
 
     def _fill(self, start: int, stop: int) -> None:
-        """Rows start to stop, with the final observations of the episodes that end there, to the device."""
+        """Copy rows start to stop to the device, with the final observations of the episodes that end there."""
         ends, finals = self.episodes.offsets[1:], self.episodes.final_observations
         first, last = np.searchsorted(ends, [start, stop], side="right")
         rows = np.insert(self.episodes.observations[start:stop], ends[first:last] - start, finals[first:last], axis=0)
@@ -113,8 +114,8 @@ def _refuse_nonfinite(episodes: Episodes) -> None:
 class Transitions:
     """Uniform draws of (observation, action[, reward, next_observation, terminated]) rows.
 
-    With `next_observations`, rows whose successor the log does not tell are never drawn, but for terminated ones: their
-    next observation is a stand-in, of which a value is multiplied by zero.
+    With `next_observations`, rows without a logged successor are never drawn, except terminated ones: their next
+    observation is a placeholder, whose value a bootstrap multiplies by zero.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Transitions:
 
 
 def left_out(episodes: Episodes, learner: str) -> list[str]:
-    """A note where `learner`, which foretells next observations, has to leave rows out."""
+    """A note if `learner`, which predicts next observations, has to leave rows out."""
     unknown = int((~episodes.next_known).sum())
     if not unknown:
         return []
@@ -159,7 +160,7 @@ def left_out(episodes: Episodes, learner: str) -> list[str]:
 
 
 class Pair:
-    """Two samplers drawn together; the names of the second one's columns are kept apart by a prefix."""
+    """Two samplers drawn together; the columns of the second are prefixed with `second.`."""
 
     def __init__(self, first: Transitions, second: Transitions):
         self.first, self.second = first, second
@@ -175,14 +176,14 @@ class Pair:
 
 
 class Numbered(Transitions):
-    """Transitions with the number of each row."""
+    """Transitions with the index of each row, `row`, among those that can be drawn."""
 
     def gather(self, index: Tensor) -> dict[str, Tensor]:
         return super().gather(index) | {"row": index}
 
 
 class Later:
-    """A sampler that goes on where so many steps have been drawn."""
+    """A sampler that starts where another one has got to after `by` steps."""
 
     def __init__(self, sampler: Transitions, by: int):
         self.sampler, self.by, self.gather, self.resident = sampler, by, sampler.gather, sampler.resident
@@ -192,12 +193,12 @@ class Later:
 
 
 class Windows:
-    """Draws of `length` consecutive steps of one episode, padded on the right where the episode ends before.
+    """Draws of `length` consecutive steps of one episode, padded on the right if the episode ends earlier.
 
-    A draw is the window's first row, uniform over all rows; the share `starts` of a batch begins where an episode does.
-    `mask` is 1 where a step is real; padded slots hold zeros. A causal model never looks to the right, so it needs the
-    mask in its loss alone. Returns-to-go are those of the whole episode. With `stack`, an observation is that many
-    single frames; of a padded slot, the last real ones.
+    A draw is the window's first row, uniform over all rows; the share `starts` of a batch begins at an episode's start.
+    `mask` is 1 for real steps; padded slots hold zeros. A causal model never looks to the right, so it needs the mask
+    only in its loss. Returns-to-go run to the end of the episode. With `stack`, an observation is a stack of that many
+    frames, and padded slots repeat the episode's last frame.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class Windows:
         }
 
     def _stacks(self, index: Tensor) -> Tensor:  # -> (seeds, batch, length, stack, height, width), a view
-        """Each frame is fetched once, though it is in several stacks. Blank before the episode's first."""
+        """Frames before the episode's first are blank. A frame is fetched once, although several stacks share it."""
         episode, wanted = self.store.episode_ids[index], index[..., None] + self.before
         first, last = self.first[episode][..., None], self.last[episode][..., None]
         rows = torch.minimum(torch.maximum(wanted, first), last)
@@ -260,8 +261,8 @@ class Windows:
 
 
 class FrameStacks:
-    """The last `stack` single frames up to a row, oldest first. Frames from before the episode's first are blank, as
-    at the start of a game; those of another episode never appear."""
+    """The last `stack` frames up to a row, oldest first. Frames before the episode's first are blank, as at the start
+    of a game."""
 
     def __init__(self, store: Store, stack: int = 4):
         self.store = store
