@@ -1,7 +1,7 @@
 """The four D4RL robots (hopper, halfcheetah, walker2d, ant) with the physics D4RL's data came from.
 
 D4RL was recorded with MuJoCo 2.0. Newer engines move the same robots differently, by 1e-2 and more in a single step.
-Three corrections to Gymnasium's model files bring the old transitions back, on every mujoco wheel from 3.5 on:
+Three corrections to Gymnasium's models and integrator bring the old transitions back, on every mujoco from 3.5 on:
 1. a capsule's inertia is again that of a cylinder (changed in 2.1.2);
 2. two contact margins count as their maximum, not their sum (changed in 3.5);
 3. free joints are integrated by the classical Runge-Kutta scheme (changed in 4.0; only ant has one).
