@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from pages import check_page
 
+import replaylab
 from replaylab.data import columns
 from replaylab.data.episodes import Episodes
 from replaylab.data.inspect import format_summary, plot, project, summarize
@@ -129,6 +130,13 @@ def test_boundary_leak_only_where_the_final_observation_is_known():
 def test_a_note_about_final_observations_is_not_repeated():
     text = warnings(final_known=np.zeros(2, bool), meta={"notes": ["the final observation of 2 of 2 episodes is gone"]})
     assert text.count("final observation") == 1
+
+
+def test_training_says_it_too_and_once(tmp_path, capsys):
+    settings = {"steps": 1, "hidden": [4], "device": "cpu", "out": tmp_path / "r"}
+    for resume in (False, True):
+        replaylab.train("bc", make(rewards=np.zeros(5)), resume=resume, **settings)
+        assert ("note: the data: every reward is 0" in capsys.readouterr().err) == (not resume)
 
 
 def test_whole_number_actions():

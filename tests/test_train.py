@@ -182,13 +182,6 @@ def test_whole_numbers_that_are_no_choices_are_refused(log, tmp_path):
         replaylab.train("bc", many, out=tmp_path / "r", **SMALL)
 
 
-def test_what_data_info_warns_of_is_told_before_training(log, tmp_path, capsys):
-    odd = replace(log, rewards=np.zeros_like(log.rewards))
-    for resume in (False, True):  # which has said it before
-        replaylab.train("bc", odd, out=tmp_path / "r", resume=resume, **SMALL | {"steps": 1})
-        assert ("note: the data: every reward is 0" in capsys.readouterr().err) == (not resume)
-
-
 def test_a_wrong_environment_is_told_before_training(log, tmp_path, capsys):
     with pytest.raises(UsageError, match="shows \\(11,\\), the data has observations of \\(4,\\)"):
         replaylab.train("bc", log, env="d4rl/hopper", out=tmp_path / "r", **SMALL)
