@@ -29,7 +29,8 @@ from replaylab.step import Stepper
 from replaylab.tensors import under
 from replaylab.track import TRACKERS, Trackers
 
-WORTH = 20.0  # seconds since the last checkpoint after which the end of a phase is saved too
+WORTH = 20.0  # seconds since the last checkpoint after which the end of a phase is saved too,
+THRIFT = 20.0  # and how many times what that checkpoint took
 
 
 @dataclass
@@ -89,6 +90,7 @@ class Trainer:
         self.stopped = self.judging = False
         self.trackers = Trackers(options.track)
         self.began = self.saved = time.monotonic()
+        self.saving = 0.0  # seconds that the last checkpoint took
         if not resume:
             folder.clear()  # only now: a run refused above has neither deleted an old run nor left a new one
         self._restore()
@@ -150,7 +152,8 @@ class Trainer:
             if self.done < phase.steps and not self.ended:
                 stepper = Stepper(phase, self.device, self.options.compile)
                 self._train(phase, stepper)
-                if self.stopped or index == len(self.phases) - 1 or time.monotonic() - self.saved > WORTH:
+                worth = time.monotonic() - self.saved > max(WORTH, THRIFT * self.saving)
+                if self.stopped or index == len(self.phases) - 1 or worth:
                     self._save(stepper)  # so that a finished phase is not lost
                 if self.stopped:
                     self._interrupt()
@@ -291,6 +294,7 @@ class Trainer:
     # --- checkpoints
 
     def _save(self, stepper: Stepper) -> None:
+        began = time.monotonic()
         self._check(stepper)
         training = {"rng.cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -310,6 +314,7 @@ class Trainer:
         state |= {"findings": self.findings, "notes": self.notes}
         self.folder.save(self.step, self.agent.state_dict(), training, state)
         self.saved = time.monotonic()
+        self.saving = self.saved - began
 
     def _lengths(self) -> list[list[Any]]:
         return [[phase.name, phase.steps] for phase in self.phases]

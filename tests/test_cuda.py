@@ -90,6 +90,22 @@ def test_mbarc_draws_what_its_policy_says(tmp_path):
     torch.testing.assert_close(shares, logits[0].softmax(-1), rtol=0, atol=0.08)
 
 
+def test_mbarc_collects_with_the_weights_of_the_moment():
+    """Choosing is captured once, in the first epoch."""
+    from replaylab.algos import mbarc
+
+    config = mbarc.Config(games=2, hidden=8, compress=3, double=1, bits=8, agents=4, from_start=1, shrink=2)
+    agent = mbarc.Agent(config, mbarc.spaces("atari-rgb/freeway"), [0], torch.device("cuda"))
+    agent.phases("atari-rgb/freeway")
+    seen = torch.randint(0, 128, (config.games, 4, 105, 80), dtype=torch.uint8).numpy()
+    uniform = torch.stack([torch.from_numpy(agent._by_policy(seen)) for _ in range(200)])
+    assert uniform.unique().tolist() == [0, 1, 2]
+    for action in (2, 0):
+        with torch.no_grad():
+            agent.policy.heads.policy.bias.fill_(-1e3)[action] = 1e3
+        assert (agent._by_policy(seen) == action).all()
+
+
 def test_score_and_guidance_side_by_side():
     """Two streams inside of a captured graph: the same actions as on the CPU, whatever the noise."""
     torch.set_float32_matmul_precision("highest")  # networks that have learnt nothing blow TF32's rounding up

@@ -156,6 +156,17 @@ def test_a_phase_that_had_ended_early_is_not_trained_again(tmp_path, monkeypatch
     assert all(torch.equal(whole[0][k], cut[0][k]) for k in whole[0]) and whole[2]["findings"] == cut[2]["findings"]
 
 
+@pytest.mark.parametrize("thrift, times", [(0.0, 2), (1e9, 1)])
+def test_the_end_of_a_phase_is_not_saved_where_that_takes_long(tmp_path, monkeypatch, thrift, times):
+    saved, save = [], RunFolder.save
+    monkeypatch.setattr(RunFolder, "save", lambda self, step, *rest: (saved.append(step), save(self, step, *rest)))
+    monkeypatch.setattr(trainer, "WORTH", 0.0)
+    monkeypatch.setattr(trainer, "THRIFT", thrift)
+    replaylab.train("toy", make_episodes(), out=tmp_path / "r", device="cpu", checkpoint_minutes=0)
+    assert saved.count(20) == times  # once by the clock, and as the first phase's end
+    assert saved[-1] == 50
+
+
 def test_only_phases_with_a_policy_are_evaluated(tmp_path):
     log = make_episodes(observation=3, action=1, lengths=(30, 30))
     settings = {"env": "Pendulum-v1", "eval_every": 10, "eval_episodes": 1, "final_episodes": 2, "device": "cpu"}

@@ -173,6 +173,9 @@ class Agent(nn.Module):
         expected = config.dream_rewards == "expected" and not self.original
         self.dream = Dream(self.copy, self.replay, config.agents, config.rollout, config.from_start, expected)
         self.dream_step = Graph(self._dream_step, self.device)
+        self.seen = torch.as_tensor(env.showing, device=self.device)  # of the real games
+        self.chosen = self._zeros(config.games)
+        self.choose = Graph(self._choose, self.device)
         found = []
         for epoch, steps in enumerate(plan(config)):
             found += [
@@ -198,10 +201,14 @@ class Agent(nn.Module):
     def _at_random(self, seen: np.ndarray) -> np.ndarray:
         return torch.randint(self.actions, (len(seen),), device=self.device).cpu().numpy()
 
-    @torch.no_grad()
     def _by_policy(self, seen: np.ndarray) -> np.ndarray:
-        outputs = self.policy(self._shrunk(torch.as_tensor(seen, device=self.device)))
-        return ppo.sample(outputs, self.config.temperature).cpu().numpy()
+        self.seen.copy_(torch.from_numpy(seen))
+        self.choose()
+        return self.chosen.cpu().numpy().copy()  # on a CPU it would change with the next choice
+
+    @torch.no_grad()
+    def _choose(self) -> None:
+        self.chosen.copy_(ppo.sample(self.policy(self._shrunk(self.seen)), self.config.temperature))
 
     # --- the world model
 
