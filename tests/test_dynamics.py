@@ -253,6 +253,14 @@ def test_resume_is_exact(cut):
         assert torch.equal(p, q)
 
 
+def test_an_ensemble_of_other_layers_is_not_taken():
+    """Where layers are as wide as the output, those that both have are of one shape."""
+    ours, theirs = (Dynamics([0], 3, 1, hidden, 2, 1) for hidden in ([8], [8, 8]))
+    for mine, other in ((ours, theirs), (theirs, ours)):
+        with pytest.raises(UsageError, match="another number of layers"):
+            mine.take(other.state_dict(), [0])
+
+
 # --- terminations
 
 

@@ -393,6 +393,25 @@ def test_the_ensembles_of_another_run(tmp_path, capsys):
         assert complaint in capsys.readouterr().err
 
 
+def test_settings_that_trained_a_loaded_ensemble_are_refused(tmp_path):
+    """Unless nobody gave them, or they are the ones that it was trained with."""
+    replaylab.save(make_log(), tmp_path / "log.npz")
+    train_one = functools.partial(replaylab.train, data=tmp_path / "log.npz", device="cpu")
+    first = str(train_one("mopo", out=tmp_path / "first", patience=3, **TINY))
+    changes = {"dynamics_lr": 3e-4, "dynamics_batch": 32, "scale_targets": False, "patience": 4, "max_epochs": 50}
+    for name, value in changes.items():
+        with pytest.raises(UsageError, match=f"^{name} changes nothing of the ensembles of {first}"):
+            make_agent(make_log(), dynamics_model=first, **{name: value})
+    own, default, preset = {"patience": 3}, {"dynamics_batch": 256, "max_epochs": 200}, {"dynamics_batch": 1024}
+    for settings in (own, default, preset):
+        make_agent(make_log(), dynamics_model=first, **settings)
+    settings = TINY | own | {"dynamics_model": first, "density": "kde"}
+    second = train_one("gormpo", out=tmp_path / "second", **settings)
+    train_one("gormpo", out=second, resume=True, **settings | {"steps": 14})
+    train_one("gormpo", out=tmp_path / "third", config=second / "config.yaml")
+    assert RunFolder(tmp_path / "third").info()["status"] == "finished"
+
+
 def test_frames_and_discrete_actions_are_refused():
     numbers = r"continuous actions, and the data's are whole numbers: amounts must be stored as real numbers"
     for shape, told in (([84, 84], "vectors, not"), ([2], numbers)):

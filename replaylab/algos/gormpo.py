@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from replaylab.algos import Normalizer, Phase, Spaces
 from replaylab.algos.gormpo_density import DensityFit
 from replaylab.algos.gormpo_settings import PRESETS as PRESETS
-from replaylab.algos.gormpo_settings import Config, tuned
+from replaylab.algos.gormpo_settings import Config, check_loaded, tuned
 from replaylab.algos.sac import SAC
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import left_out
@@ -141,6 +141,7 @@ class Agent(nn.Module):
         trained = "dynamics" in run.info().get("findings", {}) or run.config().get("dynamics_model")
         if not trained or run.system() not in ("mopo", "gormpo"):
             raise UsageError(f"{path} has no ensemble that was trained to the end")
+        check_loaded(self.config, run.config())
         places = run.places(self.seeds)
         try:
             self.dynamics.take(under("dynamics.", run.weights()), places)

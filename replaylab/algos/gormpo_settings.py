@@ -11,6 +11,7 @@ import numpy as np
 from replaylab.algos.sac import Config as SACConfig
 from replaylab.config import COUNT, FROM_0, RATE, SHARE, knob
 from replaylab.data.episodes import Episodes
+from replaylab.errors import UsageError
 from replaylab.models import termination
 from replaylab.models.density import INPUTS, KINDS
 from replaylab.models.penalty import DENSITY, ENSEMBLE
@@ -106,3 +107,12 @@ def tuned(episodes: Episodes) -> tuple[tuple[float, float, int], str]:
     spread = float(np.std(episodes.rewards)) or 1.0
     origin = "by the rule for environments that no table has: the deviation of the rewards for a density's penalty, 1 "
     return (float(f"{spread:.2g}"), 1.0, 5), origin + "for the ensemble's, 5 steps"
+
+
+def check_loaded(config: Config, theirs: dict[str, Any]) -> None:
+    """Refuse settings that train an ensemble where one is loaded, from a run whose settings are `theirs`. Values of the
+    defaults and presets pass, as the user need not have given them; so do that run's own, as they are true."""
+    for name in ("dynamics_lr", "dynamics_batch", "scale_targets", "patience", "max_epochs"):
+        usual = [layer[name] for layer in (vars(type(config)()), *PRESETS.values()) if name in layer]
+        if getattr(config, name) not in (*usual, theirs.get(name)):
+            raise UsageError(f"{name} changes nothing of the ensembles of {config.dynamics_model}: leave it out")

@@ -106,6 +106,8 @@ class Dynamics(nn.Module):
     @torch.no_grad()
     def take(self, theirs: dict[str, Tensor], places: Sequence[int]) -> None:
         """Copy the ensembles at these `places` of another stack."""
+        if theirs.keys() != self.state_dict().keys():
+            raise UsageError("it has another number of layers")
         count = len(theirs["elites"])
         for name, ours in self.state_dict().items():
             found = theirs[name]
