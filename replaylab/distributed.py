@@ -7,7 +7,8 @@ gradient of each parameter is averaged over the processes as soon as it is there
 one process with the whole batch would have seen: the same run to rounding, whatever the number of processes. Noise is
 that of a row's place in the whole batch (`models/draws.py`). Where a batch has a mask, a process counts by its unmasked
 share, seed by seed; dropout, of course, draws other units, and `dt --ahead` has a mask of its own.
-The first process writes the run folder and evaluates. The others keep theirs in a folder that is thrown away.
+The first process writes the run folder, evaluates and prints notes. The others keep theirs in a folder that is thrown
+away, and print errors alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,7 +153,8 @@ def train(system_name: str, data: Any = None, *, out: str | Path, resume: bool =
     if rank() == 0:
         return train_one(system_name, data, out=out, resume=resume, **given)
     quiet = {"eval_every": -1, "final_episodes": 0, "track": []}
-    with tempfile.TemporaryDirectory() as folder:
+    # the first process says all that there is to say; an error leaves this block before it is printed
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
         if resume and (Path(out) / "config.yaml").exists():
             shutil.copytree(out, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock", "*.jsonl"))
             config = Path(folder) / "config.yaml"

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,7 +142,8 @@ def torchrun(*words):
 
 @pytest.fixture
 def folder(tmp_path):
-    replaylab.save(make_episodes((30, 20, 30)), tmp_path / "logs.npz")
+    logs = replace(make_episodes((30, 20, 30)), meta={"env_id": "no-such-robot"})  # which is worth a note
+    replaylab.save(logs, tmp_path / "logs.npz")
     return tmp_path
 
 
@@ -163,7 +165,16 @@ def test_by_the_command_line(folder):
     found = torchrun(*words(folder, 10))
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("report.html") == 1  # by the first process
+    assert found.stderr.count("note: nothing will be evaluated: ") == 1
     assert_as_one(folder, 10)
+
+
+def test_an_error_of_another_process_is_seen_and_its_notes_are_not(folder):
+    words = ["bc", "--data", folder / "logs.npz", "--device", "abacus", "--out", folder / "none"]
+    command = [sys.executable, "-m", "replaylab.distributed", *map(str, words)]
+    found = subprocess.run(command, env=os.environ | {"RANK": "1"}, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2
+    assert found.stderr == "replaylab (process 1): unknown device 'abacus': use auto, cpu or cuda\n"
 
 
 @pytest.mark.slow
