@@ -1,12 +1,12 @@
-"""Fit a density model to logged data, keep it in a folder, score other data with it.
+"""Fit a density model to logged data, save it to a folder, and score other data with it.
 
     model = fit("hopper-medium", "realnvp", out="D")       # D/density.json, D/weights.safetensors, D/report.html
     result = score("D", "hopper-ood-1.4")                  # share below the threshold; AUROC where rows are labelled
 
 Episodes are split 80/10/10 at random: the first part trains, the second chooses the best weights and the thresholds,
-the third is shifted on purpose (`data.damage.corrupt`) to see whether the model tells. Whole episodes, because
-the rows of one are near copies of each other: with a split by rows the model has all but seen its validation
-rows, and the threshold would flag far more of the new data than it says.
+the third is shifted on purpose (`data.damage.corrupt`) to test whether the model detects it. Whole episodes, because
+the rows of one are near copies of each other: with a split by rows the model would have almost seen its validation
+rows, and the threshold would flag a far larger share of new data than its percentile.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ Data = Episodes | str | Path | Sequence[str | Path]
 
 DISTANCES = {"hopper": [1.0, 1.2, 1.4, 1.6, 1.8], "halfcheetah": [0.4, 0.6, 0.8, 1.0], "walker2d": [0.4, 0.6, 0.8, 1.0]}
 STEPS = {"realnvp": 20_000, "vae": 20_000, "kde": 0, "diffusion": 30_000, "neuralode": 10_000}
-CHECKS = 20  # looks at the validation rows during training
+CHECKS = 20  # evaluations on the validation rows during training
 JUDGES = 2048  # validation rows that choose the best weights; diffusion is costly to score
-TEST_ROWS = 10_000  # held-out rows, about, that are shifted to test the model
+TEST_ROWS = 10_000  # about this many held-out rows are shifted to test the model
 
 
 # --- rows
 
 
 def columns(episodes: Episodes, inputs: str) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, dim) float32 that a model looks at, and which rows of the log they are: those whose successor the log
-    does not tell are left out where it is looked at."""
+    """The input columns of a model, (rows, dim) float32, and the indices of their rows in the log. If the inputs
+    include the next observation, rows whose next observation is not in the log are left out."""
     if inputs not in INPUTS:
         raise UsageError(f"inputs must be one of {', '.join(INPUTS)}, not '{inputs}'")
     for name, column in (("observations", episodes.observations), ("actions", episodes.actions)):
@@ -99,7 +99,7 @@ def split(episodes: Episodes, seed: int = 0) -> list[np.ndarray]:
 
 
 class Rows:
-    """Training rows on the device, drawn as `data.sample` draws: a function of (seed, step)."""
+    """Training rows on the device, drawn as in `data.sample`: a function of (seed, step)."""
 
     resident = True
 
@@ -114,7 +114,7 @@ class Rows:
 
 
 class Descent:
-    """Adam on `model.loss`, its rate falling to zero along a cosine; one call a batch, nothing read back."""
+    """Adam on `model.loss` with cosine decay of its rate to zero; one call per batch, nothing copied to the host."""
 
     def __init__(self, model: Density, steps: int, lr: float):
         self.model, self.steps, self.lr = model, steps, lr
@@ -131,14 +131,14 @@ class Descent:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.model.loss(batch["x"])
         loss.backward()
-        clipped_step(self.optimizer, 1, 10.0)  # a rare row must not undo the rest
+        clipped_step(self.optimizer, 1, 10.0)  # an outlier must not undo the rest
         return {"loss": loss.detach()}
 
 
 def train(
     model: Density, x: Tensor, validation: Tensor, steps: int, batch_size: int, lr: float, seed: int
 ) -> list[dict[str, float]]:
-    """Standardise, descend, keep the weights likeliest on the validation rows, calibrate, freeze; returns the curve."""
+    """Standardise, train, keep the weights best on the validation rows, calibrate, freeze; returns the curve."""
     model.standardise(x)
     with torch.no_grad():
         model.fit(x, validation)
@@ -162,7 +162,7 @@ def _descend(model: Density, rows: Rows, judges: Tensor, steps: int, lr: float, 
         done += count
         loss = float(np.mean(stepper.read()["loss"]))
         with torch.no_grad():
-            likelihood = model.log_prob(judges).clamp(min=-1e3).mean().item()  # one wild row must not choose
+            likelihood = model.log_prob(judges).clamp(min=-1e3).mean().item()  # one outlier must not decide
         if not math.isfinite(loss):
             raise DataError(f"the density's loss is not a number after {done} steps: try a smaller --lr")
         curve.append({"step": done, "loss": loss, "validation": likelihood})
@@ -190,10 +190,10 @@ def fit(
     data_options: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Density:
-    """A density model of the data; with `out` also a folder that `score` and GORMPO read.
+    """Fit a density model to the data; with `out`, also write a folder that `score` and GORMPO read.
 
-    `settings` are the kind's own, such as couplings=8. What was found is in `model.report`. A kind without steps takes
-    no `steps`, `batch_size` and `lr`; by default they are the kind's own, 512 and 0.001.
+    `settings` are those of the kind, such as couplings=8. Results are in `model.report`. The defaults of `steps`,
+    `batch_size` and `lr` are STEPS[kind], 512 and 0.001; a kind that is not trained in steps does not take them.
     """
     _check_training(kind, steps, batch_size, lr)
     _check_folder(out, overwrite)
@@ -202,10 +202,10 @@ def fit(
     episodes = data if isinstance(data, Episodes) else load_data(data, **(data_options or {}))
     place = pick_device(device)
     if place.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32; the kernel density asks for more where it matters
+        torch.set_float32_matmul_precision("high")  # TF32; the kernel density raises it where it matters
     began = time.monotonic()
     parts = [episodes.select(ids) for ids in split(episodes, seed)]
-    order = np.random.default_rng([seed, 81])  # shuffled, so that the first so many are a fair sample
+    order = np.random.default_rng([seed, 81])  # shuffled, so that the first n rows are a fair sample
     x, validation, test = (torch.tensor(order.permutation(columns(p, inputs)[0])) for p in parts)
     x, validation = x.to(place), validation.to(place)
     steps, batch_size, lr = steps or STEPS[kind], batch_size or 512, lr or 1e-3
@@ -261,7 +261,7 @@ def _check_folder(out: str | Path | None, overwrite: bool) -> None:
 
 
 def default_distances(episodes: Episodes) -> list[float]:
-    """GORMPO's for its environments; elsewhere half and one of the observations' typical deviation."""
+    """GORMPO's for its environments; for others, 0.5 and 1 times the typical deviation of the observations."""
     for word in re.split(r"[-_/]", (episodes.env_id or "").lower()):
         if word in DISTANCES:
             return DISTANCES[word]
@@ -273,7 +273,7 @@ def default_distances(episodes: Episodes) -> list[float]:
 
 
 def shifted_tests(model: Density, held_out: Episodes, distances: Sequence[float]) -> list[dict[str, Any]]:
-    """Held-out episodes against the same ones shifted."""
+    """For each distance, how well the model separates held-out episodes from the same ones shifted."""
     found: list[dict[str, Any]] = []
     count = math.ceil(TEST_ROWS / held_out.lengths.mean())
     for distance in distances:
@@ -286,7 +286,7 @@ def shifted_tests(model: Density, held_out: Episodes, distances: Sequence[float]
 
 
 def evaluate(model: Density, episodes: Episodes) -> tuple[np.ndarray, np.ndarray]:
-    """log_prob of a log, and the rows it is of."""
+    """log_prob of the rows of a log, and their indices."""
     report = model.report
     wanted, given = (
         (report["observation_dim"], report["action_dim"]),
@@ -306,7 +306,7 @@ def evaluate(model: Density, episodes: Episodes) -> tuple[np.ndarray, np.ndarray
 
 
 def save(model: Density, out: str | Path) -> Path:
-    """Write the folder under another name first: what has the name is whole."""
+    """Write the folder under a temporary name and rename it: a folder with its final name is complete."""
     out = Path(out)
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -323,7 +323,7 @@ def save(model: Density, out: str | Path) -> Path:
 
 
 def load(folder: str | Path, device: str = "auto") -> Density:
-    """The model of a folder that `fit` wrote."""
+    """The model in a folder that `fit` wrote."""
     folder = Path(folder)
     try:
         report = json.loads((folder / "density.json").read_text())
@@ -347,7 +347,10 @@ def score(
     device: str = "auto",
     data_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """How likely the data is under the model, and with `extras["ood"]` labels how well it tells them. `out`: a page."""
+    """How likely the data is under the model and, with labels in `extras["ood"]`, how well it detects them.
+
+    out: also write a page.
+    """
     out = None if out is None else check_suffix(out)
     model = load(folder, device)
     episodes = data if isinstance(data, Episodes) else load_data(data, **(data_options or {}))
@@ -403,7 +406,7 @@ def _fit_page(report: dict[str, Any]) -> Html:
     pairs += [("threshold", f"{number(threshold)} ({report['percentile']} % of validation rows lie below)")]
     head = ["distance", "AUROC", "shifted rows found", "real rows left alone", "accuracy"]
     lines = [[t["distance"], *(f"{t[k]:.3f}" for k in ("auroc", "tpr", "tnr", "accuracy"))] for t in tests]
-    shown = tests[:: max(1, len(tests) - 1)]  # the nearest and the furthest
+    shown = tests[:: max(1, len(tests) - 1)]  # smallest and largest distance
     pictures = [_picture(f"Shifted by {t['distance']}", t, threshold) for t in shown]
     sections = [
         ("Model", Html(facts(pairs) + warning_list(report["notes"]))),

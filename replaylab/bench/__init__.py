@@ -1,4 +1,4 @@
-"""`replaylab bench`: the hot paths, timed on this machine on made-up data of the real shapes."""
+"""`replaylab bench`: times the hot paths on this machine, on synthetic data with the real shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from replaylab.evaluate import pick_device
 from replaylab.run import machine
 
 PARTS = ("foundation", "dt", "gormpo", "dice", "world", "mbarc")  # modules with CASES
-PEERS = ("sb3", "d3rlpy")  # modules with `against`, which times a peer beside us
+PEERS = ("sb3", "d3rlpy")  # modules with `against`, which times another library and ours
 
 
 def all_cases() -> dict[str, Callable[[torch.device], Rows]]:
@@ -30,9 +30,9 @@ def _module(name: str) -> Any:
 def bench(
     cases: list[str] | None = None, *, device: str = "auto", json_path: str | None = None, against: str | None = None
 ) -> dict[str, Any]:
-    """Run cases, print a row for each figure, and return (and write) them with the machine they were taken on.
+    """Run cases, print a row for each figure, and return all rows with a description of the machine.
 
-    `against` names a peer to time beside us instead.
+    json_path: also write them to this file. against: instead, compare with this library.
     """
     if against is not None and against not in PEERS:
         raise UsageError(f"unknown peer '{against}'{nearest(against, PEERS)}")
@@ -52,6 +52,6 @@ def bench(
         for what, figure, unit in run(where):
             found.append({"case": case, "what": what, "figure": figure, "unit": unit})
             print(f"{case:12s} {what:75s} {figure:12,.4g} {unit}", flush=True)
-            if json_path:  # now: whoever stops the rest keeps what was measured
+            if json_path:  # after every row, so that an interrupted run keeps its results
                 Path(json_path).write_text(json.dumps(result, indent=1))
     return result

@@ -1,4 +1,4 @@
-"""What the cases share: made-up data of the real shapes, and a clock that waits for the device."""
+"""Shared by the cases: synthetic data with the real shapes, and a timer that waits for the device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hopper_like(rows: int = 299_470, episodes: int = 663) -> Episodes:
 
 
 def seconds_per_call(call: Callable[[], Any], device: torch.device, calls: int, repeats: int = 5) -> float:
-    """Median over repeats of the mean time of a call, the device waited for and warm: its clocks rise for a second."""
+    """Median over repeats of the mean time per call, on a synchronised, warm device (its clocks rise for a second)."""
 
     def wait() -> None:
         if device.type == "cuda":

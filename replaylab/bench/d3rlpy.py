@@ -1,7 +1,7 @@
-"""Our updates beside d3rlpy's on the same shapes, in one run.
+"""Our updates against d3rlpy's on the same shapes, in one run.
 
-Two times for d3rlpy: the update alone, on a batch drawn before, and the update with its batch drawn, which is what its
-`fit` does. Ours always draws its batch.
+d3rlpy is timed twice: the update alone, on a batch drawn before, and the update with drawing its batch, as in its
+`fit`. Ours always draws its batch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _side_by_side(
 
 
 def _quieten() -> None:
-    """d3rlpy reports every array it looks at."""
+    """Silence d3rlpy, which logs every array it inspects."""
     with contextlib.suppress(ImportError):
         import structlog
 

@@ -22,7 +22,7 @@ def _updates(device: torch.device, name: str, what: str, variants: Variants) -> 
     episodes = hopper_like() if cuda else hopper_like(20_000, 40)
     calls = 200 if cuda else 2
     for count, compile, precision in variants if cuda else [(1, "off", "fp32")]:
-        if compile == "on":  # a run compiles for itself alone; what was compiled before counts against a limit
+        if compile == "on":  # as in a new process: earlier compilations count against a limit
             torch.compiler.reset()
         agent = diffusion_dice.Agent(diffusion_dice.Config(precision=precision), HOPPER, range(count), device)
         phase = next(phase for phase in agent.phases(episodes) if phase.name == name)

@@ -1,4 +1,4 @@
-"""Decision Transformer: an update and an answer, vectors and frames, with the shapes of its paper."""
+"""Decision Transformer: an update and an action, on vectors and on frames, with the shapes of its paper."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def _count(seeds: int) -> str:
 
 
 def _variants(device: torch.device) -> list[tuple[int, str, str]]:
-    """(seeds, compile, what to call it)"""
+    """(seeds, compile, label)"""
     if device.type != "cuda":
         return [(1, "off", "eager")]
     hows = {"auto": "captured", "on": "compiled + captured"}

@@ -19,7 +19,7 @@ ACTIONS = 18
 
 
 def agent_of(device: torch.device) -> tuple[mbarc.Agent, str]:
-    """An agent with noise in its replay; on a CPU a small one."""
+    """An agent with noise in its replay, small on a CPU, and its description."""
     cuda = device.type == "cuda"
     preset = mbarc.PRESETS["paper" if cuda else "debug"]
     keys = mbarc.Config.__dataclass_fields__

@@ -1,4 +1,4 @@
-"""Stable-Baselines3 beside us: its SAC update on the same shapes, in one run."""
+"""Our SAC update against that of Stable-Baselines3 on the same shapes, in one run."""
 
 from __future__ import annotations
 

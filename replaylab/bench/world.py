@@ -36,7 +36,7 @@ def noise_batch(shape: WorldShape, size: int, device: torch.device) -> dict[str,
 
 
 def make_world(pixels: str, device: torch.device) -> tuple[World, str]:
-    """On a CPU a narrow one, which takes seconds."""
+    """A world model and its description; on a CPU a narrow one, which takes seconds."""
     shape = WorldShape(3, pixels=pixels, hidden=96 if device.type == "cuda" else 16)
     world = World(shape).to(device)
     millions = sum(p.numel() for p in world.parameters()) / 1e6
@@ -45,7 +45,7 @@ def make_world(pixels: str, device: torch.device) -> tuple[World, str]:
 
 def train(device: torch.device) -> Rows:
     cuda = device.type == "cuda"
-    on_cuda = (("palette", False), ("palette", True), ("rgb", True))  # compiling takes minutes: last
+    on_cuda = (("palette", False), ("palette", True), ("rgb", True))  # compiled ones last: that takes minutes
     for pixels, compile in on_cuda if cuda else on_cuda[:1]:
         world, about = make_world(pixels, device)
         update = partial(WorldTrainer(world, compile=compile).update, noise_batch(world.shape, 4, device))

@@ -1,4 +1,4 @@
-"""Making benchmark data: `collect` picks the way by environment, and writes the recipe beside the data."""
+"""Collecting benchmark data: `collect` chooses the collector for an environment and stores the recipe with the data."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def collect(
     compact: bool = False,
     **settings: Any,
 ) -> Path:
-    """Make a dataset of `env` at `out`; `level="all"` makes one folder a level. Returns `out`.
+    """Collect a dataset of `env` into `out` (`level="all"`: one folder per level) and return `out`.
 
-    The same command run again after a kill goes on with the last whole chapter of training.
+    Run again after an interruption, the same command resumes after the last complete chapter of training.
     """
     out = Path(out)
     if steps is not None and steps < 1:
@@ -102,14 +102,14 @@ def _collect_levels(
     asked = {"env": env, "seed": seed} | vars(config)
     resumed = going_on(training, asked, overwrite)
     for name, path in list(targets.items()):
-        if path.exists() and resumed and level == "all":  # written before the command was cut short, perhaps in part
+        if path.exists() and resumed and level == "all":  # written before the interruption, perhaps in part
             about = load(path).meta
             older = about["recipe"]["settings"]["train_steps"] != config.train_steps and name != "random"
             if not older and "cut_short" not in about:
                 targets.pop(name)
         elif path.exists() and not overwrite:
             raise UsageError(f"{path} exists: pass --overwrite or another --out")
-        check_target(path, format, overwrite=True)  # before the training, not after it
+        check_target(path, format, overwrite=True)  # fail before the training, not after it
     online = Online(env, config, seed, pick_device(device), training)
     (training / "asked.json").write_text(json.dumps(asked))
     if names != ("random",):
@@ -118,7 +118,7 @@ def _collect_levels(
     for name, path in targets.items():
         try:
             episodes = make_level(online, name, steps, seed)
-        except DataError as error:  # no policy was good enough for this level; others may do without it
+        except DataError as error:  # no policy was good enough for this level; other levels may not need it
             missed = error
             continue
         wanted = {"env": env, "level": name, "steps": steps, "compact": compact}
@@ -137,11 +137,11 @@ def _collect_levels(
 
 
 def going_on(training: Path, asked: dict[str, Any], overwrite: bool) -> bool:
-    """Whether `training` holds an earlier try of this command; one of another command is not touched."""
+    """Whether `training` holds an unfinished run of this command; one of another command is an error."""
     if overwrite:
         shutil.rmtree(training, ignore_errors=True)
     path = training / "asked.json"
-    free = ("train_steps", "stop_at")  # training longer is going on, too
+    free = ("train_steps", "stop_at")  # a longer training may continue the run
     if path.exists():
         earlier = json.loads(path.read_text())
         changed = [k for k in asked if k not in free and earlier.get(k) != asked[k]]
@@ -153,7 +153,7 @@ def going_on(training: Path, asked: dict[str, Any], overwrite: bool) -> bool:
 
 
 def rounded(episodes: Episodes, bits: int = 12) -> Episodes:
-    """For shipping: floats with fewer bits of mantissa, which compress, and no extra columns."""
+    """Smaller data, to ship: floats rounded to `bits` bits of mantissa, which compress well, and no extra columns."""
 
     def shorten(column: np.ndarray) -> np.ndarray:
         whole = column.astype(np.float32).view(np.uint32)
@@ -166,7 +166,7 @@ def rounded(episodes: Episodes, bits: int = 12) -> Episodes:
 
 
 def recipe(config: Any, seed: int) -> dict[str, Any]:
-    """What it takes to make the data again."""
+    """What it takes to reproduce the data."""
     versions = {"replaylab": replaylab.__version__, "torch": torch.__version__, "numpy": np.__version__}
     for name in ("gymnasium", "mujoco", "ale_py", "gymnasium_robotics"):
         if name in sys.modules:
@@ -181,13 +181,13 @@ def recipe(config: Any, seed: int) -> dict[str, Any]:
 
 
 def save_what_fits(episodes: Episodes, path: Path, *, overwrite: bool, format: str | None = None) -> Path:
-    """Save; on a full disk save as many whole episodes as fit, then say so."""
+    """Save. If the disk is full, save as many whole episodes as fit and raise a DataError that says so."""
     try:
         return save(episodes, path, format=format, overwrite=overwrite)
     except DataError as error:
         folder = next(f for f in path.absolute().parents if f.exists())
         share = 0.98 * shutil.disk_usage(folder).free / episodes.nbytes
-        if share > 2:  # it was not the space
+        if share > 2:  # space was not the problem
             raise
         problem = error
     while (keep := int(np.searchsorted(episodes.offsets, min(share, 1) * len(episodes), "right")) - 1) > 0:

@@ -1,10 +1,11 @@
-"""AntMaze data, as D4RL made it: an ant that has learnt to walk to goals is led from waypoint to waypoint of a maze.
+"""AntMaze data, collected as in D4RL: an ant trained to walk to goals follows a planner's waypoints through a maze.
 
-First SAC trains the ant on an open floor (envs/antgoal.py). Then the planner of the point mazes (maze.py) shows it the
-next waypoint as its goal, in D4RL's own mazes. The reward is 1 at the environment's goal, which ends the episode, else
-0; that goal is evaluation's in both styles, drawn around its cell each time. Play and diverse choose the trips.
+First SAC trains the ant on an open floor (envs/antgoal.py). Then, in D4RL's own mazes, the planner of the point mazes
+(maze.py) gives it the next waypoint as its goal. The reward is 1 at the environment's goal, which ends the episode,
+else 0. In both styles, play and diverse, that is the goal of evaluation, drawn around its cell in every episode; the
+styles differ in the trips.
 
-The data carries the walker's weights, so that it can be led through another maze without being trained again.
+The walker's weights are stored with the data, so that it can be used in another maze without training it again.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from replaylab.envs.maze import MODES, RADIUS, Cell, Layout
 from replaylab.errors import DataError, UsageError
 from replaylab.evaluate import pick_device
 
-PASSED = 0.75  # a waypoint this near is passed; the last one is reached within the environment's own radius
-JITTER = 0.5  # waypoints lie this far off the middle of their cell, which is 4 wide; the ant needs 1 on every side
-GOALS, ENOUGH = 50, 0.5  # goals on the open floor that a walker has to try, and the share that it has to reach
-WEIGHTS = "walker/"  # names of the weights in the data begin with this
+PASSED = 0.75  # distance at which a waypoint counts as passed; for the last one it is the environment's radius
+JITTER = 0.5  # waypoints are up to this far off the centre of their cell, which is 4 wide; the ant needs 1 on each side
+GOALS, ENOUGH = 50, 0.5  # a walker is tested on this many goals on the open floor, and has to reach this share
+WEIGHTS = "walker/"  # prefix of the weights' names in the data
 
 
 @dataclass
 class Config(OnlineConfig):
     """SAC for the ant, and the trips."""
 
-    # small and quick: an ant that reaches every goal takes some ten minutes of one core
+    # small and quick: an ant that reaches every goal takes about ten minutes on one core
     train_steps: int = knob(300_000, "environment steps to train for", COUNT)
     updates_per_step: float = knob(0.25, "updates for each environment step", FROM_0)
     hidden: list[int] = knob([128, 128], "widths of the hidden layers of actor and critics", COUNT)
@@ -69,7 +70,7 @@ def collect_antmaze(
     compact: bool = False,
     **settings: Any,
 ) -> Path:
-    """Train the walker or take that of `walker=`, and write at least `steps` rows in whole episodes to `out`."""
+    """Train the walker, or take the one in `walker`, and write at least `steps` rows in whole episodes to `out`."""
     out = Path(out)
     (config,) = resolve([Config], [("settings", settings)])
     maze, style = _parse(env_id, config.style)
@@ -105,7 +106,7 @@ def collect_antmaze(
 
 
 def _parse(env_id: str, style: str | None) -> tuple[str, str]:
-    """Maze and style by our names (antmaze-umaze), the environment's (d4rl/...) or D4RL's (antmaze-large-play-v2)."""
+    """(maze, style) of an id: ours (antmaze-umaze), the environment's (d4rl/...) or D4RL's (antmaze-large-play-v2)."""
     name = re.sub(r"^d4rl/|-v[012]$", "", env_id)
     if name.endswith("-play") and style == "diverse":
         raise UsageError(f"{env_id} asks for the style play, not diverse")
@@ -116,9 +117,9 @@ def _parse(env_id: str, style: str | None) -> tuple[str, str]:
 
 
 def train(config: Config, seed: int, device: str, folder: Path, overwrite: bool) -> Online:
-    """SAC on the open floor; goes on where an earlier try of the same command ended."""
+    """Train with SAC on the open floor; an interrupted run of the same command is resumed."""
     asked = {"env": "antgoal", "seed": seed} | vars(config)
-    for name in ("style", "noise", "walker"):  # may change between two tries
+    for name in ("style", "noise", "walker"):  # may differ when a run is resumed
         asked.pop(name)
     going_on(folder, asked, overwrite)
     online = Online("antgoal", config, seed, pick_device(device), folder)
@@ -128,7 +129,7 @@ def train(config: Config, seed: int, device: str, folder: Path, overwrite: bool)
 
 
 def best(online: Online) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The weights of the candidate whose last return is the best, and how it came to them."""
+    """The weights of the candidate with the best last return, and the facts of its training."""
     candidate = int(np.argmax(online.curve[-1]["returns"]))
     return layers_of(online.actor(len(online.curve) - 1, candidate)), {
         "candidate": candidate,
@@ -148,7 +149,7 @@ def load_walker(path: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 class Ant:
-    """The driver (see maze.py): the trained policy, without its own noise, walks to the waypoint."""
+    """The driver (see maze.py): the trained policy, without its own noise, with the waypoint as its goal."""
 
     settings = {"passed": PASSED, "jitter": JITTER}  # noqa: RUF012
 
@@ -158,7 +159,7 @@ class Ant:
         self.last = weights["last_fc/weight"], weights["last_fc/bias"]
 
     def act(self, seen: np.ndarray) -> np.ndarray:
-        """Actions in [-1, 1] from what an ant in antgoal sees."""
+        """The action, in [-1, 1], for an observation of antgoal."""
         x = seen.astype(np.float32)
         for weight, bias in self.hidden:
             x = np.maximum(weight @ x + bias, 0)
@@ -168,7 +169,7 @@ class Ant:
         return self.act(observe(observation[:15], observation[15:], waypoint))
 
     def route(self, env: Any, layout: Layout, path: list[Cell], rng: np.random.Generator) -> list[np.ndarray]:
-        """One waypoint a cell; in the goal's cell it is the goal, which does not lie in the middle."""
+        """One waypoint per cell. If the last cell is the goal's, it is the goal itself, which is off the centre."""
         route = [place(cell) + rng.uniform(-JITTER, JITTER, 2) for cell in path]
         return [*route[:-1], env.goal] if path[-1] == layout.goal else route
 
@@ -177,14 +178,14 @@ class Ant:
 
 
 def goals_reached(walker: Ant, noise: float, seed: int) -> float:
-    """The share of goals on the open floor that are reached in time and without a fall, from a fresh start each."""
+    """The share of goals on the open floor that are reached in time and without falling, each from a fresh start."""
     env, rng, reached = envs.make("antgoal"), np.random.default_rng(seed), 0
     for i in range(GOALS):
         observation, _ = env.reset(seed=seed + i)
         over, info = False, {"success": False}
         while not (over or info["success"]):
             action = walker.act(observation) + noise * rng.standard_normal(8)
-            observation, _, terminated, truncated, info = env.step(action)  # which clips it
+            observation, _, terminated, truncated, info = env.step(action)  # step clips the action
             over = terminated or truncated
         reached += info["success"]
     env.close()

@@ -1,9 +1,9 @@
-"""Collecting Atari data: DQN learns to play, and everything it sees on the way is written as DQN-replay logs.
+"""Collecting Atari data: DQN learns to play, and everything it sees is written as DQN-replay logs.
 
-Games are played side by side. While they move, the device learns; a thread compresses and writes finished episodes.
-Training is cut into chapters. A chapter begins with freshly seeded games and, but for the last, ends with a
-checkpoint in `OUT.training`, so the same command run again after a kill goes on there and ends like a run that was
-not killed. Episodes that a chapter's end cuts off are logged as truncated.
+Games are played in parallel. While they step, the device learns; a thread compresses and writes finished episodes.
+Training is divided into chapters. A chapter begins with freshly seeded games and, except for the last, ends with a
+checkpoint in `OUT.training`. Run again after an interruption, the same command resumes there, with the same result as
+an uninterrupted run. Episodes cut off at the end of a chapter are logged as truncated.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def collect_atari(
     if overwrite or not _unfinished(out, training, asked):
         if out.exists() and not overwrite:
             raise UsageError(f"{out} exists: pass --overwrite or another --out")
-        ours = (training / "asked.json").exists() or dqn_replay.sniff(out)  # begun by this command, or a log
+        ours = (training / "asked.json").exists() or dqn_replay.sniff(out)  # started by this command, or a log
         if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} holds something other than DQN-replay logs and is not replaced")
         for folder in (out, training):
@@ -93,7 +93,7 @@ def collect_atari(
 
 
 def _unfinished(out: Path, training: Path, asked: dict[str, Any]) -> bool:
-    """Whether a run of just these settings was killed here."""
+    """Whether there is an interrupted run with exactly these settings."""
     try:
         return out.exists() and json.loads((training / "asked.json").read_text()) == asked
     except (OSError, ValueError):
@@ -143,7 +143,7 @@ class Collector:
     # --- training
 
     def train(self) -> None:
-        self._write_recipe([])  # a folder that is cut short says what game it is of
+        self._write_recipe([])  # so that even an unfinished folder names its game
         while self.chapter * self.per_chapter < self.total:
             self._play()
             self.recorder.cut()
@@ -152,7 +152,7 @@ class Collector:
             if self.chapter * self.per_chapter < self.total:
                 self._save()
         self.bar.close()
-        self._write_recipe([])  # whatever becomes of the evaluation
+        self._write_recipe([])  # in case the evaluation fails
         self._write_recipe(self._evaluate())
 
     def _play(self) -> None:
@@ -169,11 +169,11 @@ class Collector:
         for step in range(first, last):
             agent.give(frames, rewards, over, cut)
             agent.observe()
-            actions = agent.chosen.cpu().numpy().copy()  # waits for the device; a copy, since it is kept
+            actions = agent.chosen.cpu().numpy().copy()  # waits for the device; copied, since the recorder keeps it
             self.env.send(actions)
             if step * self.games >= config.warm_up and step > config.n_step:
                 owed += config.replay_ratio * self.games / config.batch_size
-            while owed >= 1:  # queued on the device while the games move
+            while owed >= 1:  # queued on the device while the games step
                 agent.learn()
                 owed -= 1
             observations, rewards, over, cut, _ = self.env.recv()
@@ -188,7 +188,7 @@ class Collector:
         self.seconds = time.monotonic() - began
 
     def _point(self, step: int) -> None:
-        """One more point of the learning curve."""
+        """Add a point to the learning curve and print it."""
         means, score = self.agent.read(), _mean(self.returns)
         numbers: dict[str, float | None] = {
             "step": step,
@@ -250,7 +250,7 @@ class Collector:
             self.returns.extend(notes.pop("returns"))
         for name, value in notes.items():
             setattr(self, name, value)
-        for file in (self.out / "1" / "replay_logs").glob("*.gz"):  # what was written after the checkpoint
+        for file in (self.out / "1" / "replay_logs").glob("*.gz"):  # written after the checkpoint
             if int(file.name.split(".")[-2]) >= self.files:
                 file.unlink()
 
@@ -261,16 +261,17 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 class Recorder:
-    """Cuts what happens in all games at once into episodes of one game each, and passes them on whole."""
+    """Collects the steps of all games and passes each finished episode to the writer."""
 
     def __init__(self, games: int, writer: Writer):
         self.writer, self.seen = writer, 0
-        self.starts = np.zeros(games, np.int64)  # when each game's episode began
-        self.steps: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()  # the last of them are (frames, ...)
-        self.running = np.zeros(games)  # returns
+        self.starts = np.zeros(games, np.int64)  # step at which each game's current episode began
+        # (frames, actions, rewards) of all games in each step since the oldest running episode began
+        self.steps: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
+        self.running = np.zeros(games)  # returns of the running episodes
 
     def add(self, frames: np.ndarray, actions: np.ndarray, rewards: np.ndarray, over: Any, cut: Any) -> list[float]:
-        """One step of every game; the returns of the episodes that ended."""
+        """Add one step of every game; the result is the returns of the episodes that ended."""
         self.steps.append((frames, actions, rewards))
         self.seen += 1
         self.running += rewards
@@ -281,7 +282,7 @@ class Recorder:
         return returns
 
     def cut(self) -> None:
-        """Every running episode ends here."""
+        """End every running episode as truncated."""
         for game in np.flatnonzero(self.starts < self.seen).tolist():
             self._pass_on(game, truncated=True)
 
@@ -296,11 +297,11 @@ class Recorder:
 
 
 class Writer:
-    """A log written by a thread of its own, so that compressing does not hold up the games."""
+    """Writes the log in a separate thread, so that compression does not hold up the games."""
 
     def __init__(self, log: Log):
         self.log = log
-        self.queue: queue.Queue[Any] = queue.Queue(maxsize=64)  # episodes; a slow disk slows the games down in time
+        self.queue: queue.Queue[Any] = queue.Queue(maxsize=64)  # episodes; if full, the games wait for the disk
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -319,7 +320,7 @@ class Writer:
         self.queue.put(lambda: self.log.add(*episode))
 
     def finish(self) -> None:
-        """Wait until everything is on the disk."""
+        """Close the log and wait until everything is on disk."""
         self.queue.put(self.log.close)
         self.queue.join()
         self._check()

@@ -1,12 +1,12 @@
 """The levels of a benchmark dataset, as D4RL defines them, from one SAC training.
 
 random          the untrained policy
-medium          the policy when its return first came a third of the way from the untrained one's to the expert's
-medium-replay   everything SAC saw up to there
+medium          the first policy whose return is at least a third of the way from the untrained one's to the expert's
+medium-replay   everything SAC saw until then
 full-replay     everything SAC saw
 expert          the finished policy
 medium-expert   medium and expert, half and half
-mixed           a fifth random, two fifths medium, two fifths expert: a small set in which choosing pays
+mixed           a fifth random, two fifths medium, two fifths expert: a small dataset in which it pays to be selective
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def make_level(online: Online, level: str, steps: int, seed: int) -> Episodes:
 
 
 def choose(online: Online) -> tuple[int, int | None, int, float, float]:
-    """Candidate (the one with the best last return), chapter of the medium policy (None: not reached), chapter of
-    the expert, and the returns of an untrained policy and of a medium one: a third of the way to the expert."""
+    """(candidate, medium, expert, low, goal): the candidate with the best last return, the chapters of its medium
+    (None: not reached) and expert policies, the return of an untrained policy, and the return that makes a policy
+    medium: a third of the way from there to the expert's."""
     returns = np.array([entry["returns"] for entry in online.curve])  # (chapters, candidates)
     candidate = int(returns[-1].argmax())
     curve = returns[:, candidate]
@@ -84,7 +85,7 @@ def _point(online: Online, chapter: int, candidate: int) -> dict[str, float]:
 
 
 def _too_good(online: Online, medium: float, low: float, goal: float) -> list[str]:
-    """A note where learning was so fast that the first policy that was kept is far beyond a third of the way."""
+    """A note if learning was so fast that the first saved policy above the goal is far beyond it."""
     way = (medium - low) / (goal - low) / 3
     if way < 2 / 3:
         return []
@@ -110,12 +111,12 @@ def _meta(online: Online) -> dict[str, Any]:
     }
 
 
-# --- a policy's own rollouts
+# --- rollouts of a policy
 
 
 @torch.no_grad()
 def roll(online: Online, actor: dict[str, Tensor], steps: int, seed: int, label: str) -> Episodes:
-    """Whole episodes of the sampled policy until there are `steps` rows; its weights travel with the data."""
+    """Whole episodes of the sampled policy, at least `steps` rows; its weights are stored with the data."""
     sac = SAC(online.config, online.spaces, [0], torch.device("cpu"))
     sac.actor.load_state_dict({k: v[:1] for k, v in actor.items()})
     count = max(1, min(ROLL_ENVS, steps // 1000))
@@ -136,7 +137,7 @@ def roll(online: Online, actor: dict[str, Tensor], steps: int, seed: int, label:
         done = (terminated | truncated) & playing
         for i in np.flatnonzero(done):
             finals[i].append(following[i])
-            playing[i] = played[i] < steps / count  # once the quota is met, an environment stops at an episode's end
+            playing[i] = played[i] < steps / count  # stop at the end of the episode in which the quota is met
         again = done & playing
         observations = following
         if again.any():
@@ -146,13 +147,13 @@ def roll(online: Online, actor: dict[str, Tensor], steps: int, seed: int, label:
     bar.close()
     env.close()
     *stacked, mine = (np.stack(column, 1) for column in zip(*seen, strict=True))  # (environments, steps, ...)
-    columns = [column[mine] for column in stacked]  # environment by environment
+    columns = [column[mine] for column in stacked]  # one environment after another
     attachments = {f"metadata/policy/{k}": v for k, v in layers_of(actor).items()}
     return _episodes(online, columns, np.array([f for stream in finals for f in stream]), attachments)
 
 
 def layers_of(actor: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """The actor under D4RL's names: fc0, fc1, last_fc, last_fc_log_std; weights as (outputs, inputs)."""
+    """The actor's layers by D4RL's names: fc0, fc1, last_fc, last_fc_log_std; weights are (outputs, inputs)."""
     found: dict[str, np.ndarray] = {}
     depth = len(actor) // 2
     for i in range(depth):
@@ -170,7 +171,7 @@ def layers_of(actor: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
 
 def replay(online: Online, candidate: int, chapters: int) -> Episodes:
-    """Everything a candidate saw in its first chapters, environment by environment."""
+    """Everything a candidate saw in its first `chapters` chapters, in each one environment after another."""
     parts = []
     mine = slice(candidate * online.config.environments, (candidate + 1) * online.config.environments)
     for chapter in range(chapters):

@@ -1,12 +1,12 @@
-"""Maze data that must be stitched: a planner and a noisy PD controller drive the point between cells, as in D4RL.
+"""Maze data that needs stitching: as in D4RL, a planner and a noisy PD controller drive the point between cells.
 
-Every episode is one trip of at most half the moves that evaluation asks for, so that no trajectory makes an
-evaluation trip: the way to the goal has to be joined from pieces. Rewards do not know where a trip was heading:
-  play     trips between hand-picked cells; the goal of every row is the one fixed goal of evaluation
-  diverse  trips between random cells; the goal of an episode is drawn anew, and is part of its observations
-A trip that comes to its episode's goal earns 1 and terminates. One that arrives where it was heading is truncated.
+Every episode is one trip of at most half the moves that evaluation needs, so no trajectory covers an evaluation trip:
+the way to the goal has to be stitched together. Rewards depend on the episode's goal, not on the trip's target:
+  play     trips between hand-picked cells; the goal is always the fixed goal of evaluation
+  diverse  trips between random cells; the goal is drawn for every episode and is part of its observations
+A trip that reaches the goal earns 1 and terminates. One that reaches its target is truncated.
 
-The planner is also that of the ant, which brings a driver of its own (antmaze.py).
+The ant uses the same planner with its own driver (antmaze.py).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from replaylab.errors import UsageError, nearest
 from replaylab.progress import Progress
 
 PULL, BRAKE = 10.0, 1.0  # gains of the PD controller on position and velocity
-PASSED = 0.25  # a waypoint this near is passed
-STOPPED = 0.5  # a trip ends at its last waypoint when it is slower than this, so that other trips can follow on it
-JITTER = 0.2  # waypoints lie this far off the middle of their cell, so that trips use the width of a corridor
+PASSED = 0.25  # distance at which a waypoint counts as passed
+STOPPED = 0.5  # a trip ends at its last waypoint once it is slower than this, so that others can continue from there
+JITTER = 0.2  # waypoints are up to this far off the centre of their cell, so that trips use the width of a corridor
 
 # row -> columns of the cells where the trips of `play` start and end: dead ends, turns and junctions
 STOPS: dict[str, dict[int, list[int]]] = {
@@ -52,7 +52,7 @@ def collect_maze(
     format: str | None = None,
     compact: bool = False,
 ) -> Path:
-    """Drive, and write at least `steps` rows in whole episodes to `out`; see `make_trips` for the settings."""
+    """Write at least `steps` rows of trips, in whole episodes, to `out`; see `make_trips` for the settings."""
     out = Path(out)
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists: pass --overwrite or another --out")
@@ -72,10 +72,10 @@ def write(episodes: Episodes, out: Path, overwrite: bool, format: str | None, co
 def make_trips(
     env_id: str, steps: int, *, seed: int = 0, style: str | None = None, noise: float = 0.5, progress: bool = False
 ) -> Episodes:
-    """Trips in `pointmaze-{umaze,medium,large}` until there are `steps` rows.
+    """Trips in `pointmaze-{umaze,medium,large}`, at least `steps` rows.
 
-    `style` is play, or diverse, which an id that ends in `-diverse` implies. `noise` is the standard deviation of
-    what is added to every action before it is clipped to [-1, 1]; D4RL's is 0.5.
+    style: play or diverse; an id that ends in `-diverse` implies diverse.
+    noise: standard deviation of the noise added to every action before it is clipped to [-1, 1]; 0.5 in D4RL.
     """
     maze, style = parse(env_id, style)
     env_id = f"pointmaze-{maze}" + ("-diverse" if style == "diverse" else "")
@@ -85,7 +85,7 @@ def make_trips(
 def plan(
     env_id: str, maze: str, style: str, driver: Any, steps: int, noise: float, seed: int, progress: bool
 ) -> Episodes:
-    """Trips of any robot, by its driver."""
+    """At least `steps` rows of trips of any robot, steered by its driver (see `Point`)."""
     if steps < 1 or not 0 <= noise < np.inf:
         raise UsageError(f"steps must be at least 1 and noise a number from 0 up, not {steps} and {noise}")
     env, layout, rng = envs.make(env_id), Layout(maze), np.random.default_rng(seed)
@@ -111,7 +111,7 @@ def evaluation_pairs(layout: Layout, style: str) -> list[tuple[Cell, Cell]]:
 
 
 def parse(env_id: str, style: str | None, robot: str = "point") -> tuple[str, str]:
-    """The maze's name and the style of 'pointmaze-medium-diverse' and the like."""
+    """(maze, style) of an id such as 'pointmaze-medium-diverse'."""
     known = [f"{robot}maze-{maze}" for maze in STOPS]
     plain = env_id.removesuffix("-diverse")
     if plain not in known:
@@ -126,8 +126,8 @@ def parse(env_id: str, style: str | None, robot: str = "point") -> tuple[str, st
 
 
 def trips(layout: Layout, maze: str, style: str, mode: str) -> list[tuple[Cell, Cell]]:
-    """(start, target) of every trip that may be driven. None starts at a goal that is fixed (`mode`, the environment's,
-    is play): it would be over at once."""
+    """(start, target) of every allowed trip. If the goal is fixed (the environment's `mode` is play), none starts
+    there: it would be over at once."""
     ends = layout.cells
     if style == "play":
         ends = [(row, column) for row, columns in STOPS[maze].items() for column in columns]
@@ -140,7 +140,7 @@ def trips(layout: Layout, maze: str, style: str, mode: str) -> list[tuple[Cell, 
 
 
 class Point:
-    """A PD controller. A driver plans a route, steers towards a waypoint, and says when the robot is there."""
+    """A PD controller. A driver plans a route, steers towards a waypoint, and checks whether the robot is there."""
 
     settings = {"pull": PULL, "brake": BRAKE, "passed": PASSED, "stopped": STOPPED, "jitter": JITTER, "spread": SPREAD}  # noqa: RUF012
 
@@ -164,7 +164,7 @@ def drive(
     rng: np.random.Generator,
     driver: Any = Point(),  # noqa: B008  it has no state
 ) -> dict[str, np.ndarray]:
-    """One trip in columns; `observations` has a row more than the others."""
+    """One trip as columns; `observations` has one row more than the others."""
     others = [cell for cell in layout.cells if cell != start]
     goal = layout.goal if env.unwrapped.mode == "play" else others[rng.integers(len(others))]
     observation, _ = env.reset(seed=int(rng.integers(2**31)), options={"start": start, "goal": goal})

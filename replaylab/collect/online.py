@@ -1,9 +1,9 @@
-"""Training SAC in an environment, fast, and keeping everything it saw.
+"""Fast training of SAC in an environment, which keeps everything it saw.
 
-Many environments are stepped side by side on the CPU while the device updates; the replay lives on the device as
-one packed table, and an update (draw, gather, three losses, one optimiser step) is one captured graph. Training is
-cut into chapters of fixed length. A chapter begins with freshly seeded environments and ends with a checkpoint, so
-a run that was killed goes on at the last chapter and ends like one that was not.
+Many environments are stepped in parallel on the CPU while the device updates; the replay is one packed table on the
+device, and an update (draw, gather, three losses, one optimiser step) is one captured graph. Training is divided into
+chapters of fixed length. A chapter begins with freshly seeded environments and ends with a checkpoint, so an
+interrupted run resumes after its last complete chapter, with the same result as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Online:
         self.update = Graph(fused(self._update, config.compile and device.type == "cuda"), device)
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high")
-        self.curve: list[dict[str, Any]] = []  # one entry a chapter: step, seconds, return of each candidate
+        self.curve: list[dict[str, Any]] = []  # per chapter: step, seconds, return of each candidate
         self.seconds = 0.0
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -119,7 +119,7 @@ class Online:
     # --- training
 
     def train(self) -> None:
-        """From the last whole chapter on disk to `train_steps`, or to `stop_at`."""
+        """Train from the last complete chapter on disk to `train_steps`, or until `stop_at` is reached."""
         config = self.config
         self._restore()
         bar = Progress(f"sac {self.env_id}", config.train_steps, self.replay.cursor)
@@ -143,7 +143,8 @@ class Online:
         return stop is not None and bool(self.curve) and max(self.curve[-1]["returns"]) >= stop
 
     def _chapter(self, chapter: int, bar: Progress) -> dict[str, np.ndarray]:
-        """Play and learn for one chapter; everything seen, (environments, steps, ...) each."""
+        """Play and learn for one chapter. Returns what was seen, in columns of (environments, steps, ...), and in
+        `finals` the last observation of each episode."""
         config, count = self.config, self.env.num_envs
         steps = config.chapter // config.environments
         rng = np.random.default_rng([self.seed, chapter])
@@ -180,7 +181,7 @@ class Online:
                 observations = np.where(done[:, None], fresh, following)
             bar.update(self.replay.cursor)
         rows = {name: np.stack(values, 1) for name, values in seen.items()}
-        rows["truncated"][:, -1] |= ~rows["terminated"][:, -1]  # the chapter's end
+        rows["truncated"][:, -1] |= ~rows["terminated"][:, -1]  # episodes are cut at the end of a chapter
         ends = rows["terminated"] | rows["truncated"]
         following_rows = np.stack(finals, 1)
         return rows | {"log_probs": np.stack(log_probs, 1), "finals": following_rows[ends]}
@@ -190,7 +191,7 @@ class Online:
         shape = (self.config.candidates, self.config.environments)
         batch = torch.as_tensor(observations).to(self.device, non_blocking=True).view(*shape, -1)
         actions, log_prob = self.sac.sample(batch)
-        both = torch.cat([actions, log_prob[..., None]], -1).flatten(0, 1).cpu().numpy()  # one copy back
+        both = torch.cat([actions, log_prob[..., None]], -1).flatten(0, 1).cpu().numpy()  # one copy to the host
         return np.ascontiguousarray(both[:, :-1]), both[:, -1].copy()
 
     def _remember(
@@ -202,7 +203,7 @@ class Online:
             rows = rows.pin_memory().to(self.device, non_blocking=True)
         self.replay.add(rows.view(self.config.candidates, self.config.environments, -1))
 
-    # --- disk: one shard of rows and one snapshot of weights a chapter
+    # --- disk: one shard of rows and one snapshot of weights per chapter
 
     def _save(self, chapter: int, rows: dict[str, np.ndarray]) -> None:
         try:
@@ -240,7 +241,7 @@ class Online:
             self._refill(self.history(chapter))
 
     def _refill(self, rows: dict[str, np.ndarray]) -> None:
-        """Put a chapter back into the replay, in the order in which it came."""
+        """Put the rows of a chapter back into the replay, in their original order."""
         ends = rows["terminated"] | rows["truncated"]
         following = np.concatenate([rows["observations"][:, 1:], rows["observations"][:, :1]], 1)
         following[ends] = rows["finals"]

@@ -1,7 +1,7 @@
-"""Environments by name: `make("d4rl/hopper")` for one, `make_vec("d4rl/hopper", 64)` for many side by side.
+"""Environments by name: `make("d4rl/hopper")` for one, `make_vec("d4rl/hopper", 64)` for many in parallel.
 
 Importing this package registers our environments with Gymnasium; MuJoCo itself is imported when one is made.
-Any other Gymnasium id works as well. A family with its own vector form is one line in FAMILIES and one module.
+Any other Gymnasium id works as well. A family with its own vector environment is one line in FAMILIES and one module.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ OURS: dict[str, tuple[str, dict[str, Any], int]] = {
     "d4rl/ant": ("replaylab.envs.d4rl:D4RLEnv", {"robot": "ant"}, 1000),
     "reacher2d": ("replaylab.envs.reacher2d:Reacher2dEnv", {}, 100),
 }
-OURS |= {  # as D4RL's files have them
+OURS |= {  # as in D4RL's files
     f"d4rl/antmaze-{maze}": ("replaylab.envs.antmaze:D4RLAntMazeEnv", {"maze": maze}, limit)
     for maze, limit in {"umaze": 700, "medium": 1000, "large": 1000}.items()
 }
-OURS |= {  # as Gymnasium-Robotics has them: pointmaze-umaze, pointmaze-umaze-diverse, ..., antmaze-large-diverse
+OURS |= {  # as in Gymnasium-Robotics: pointmaze-umaze, pointmaze-umaze-diverse, ..., antmaze-large-diverse
     f"{robot}maze-{maze}{ending}": ("replaylab.envs.maze:MazeEnv", {"robot": robot, "maze": maze, "mode": mode}, limit)
     for robot, limits in {"point": (300, 600, 800), "ant": (700, 1000, 1000)}.items()
     for maze, limit in zip(("umaze", "medium", "large"), limits, strict=True)
@@ -42,19 +42,19 @@ for _id, (_entry, _kwargs, _limit) in OURS.items():
     if _id not in gymnasium.registry:  # a reload must not warn
         gymnasium.register(_id, entry_point=_entry, kwargs=_kwargs, max_episode_steps=_limit)
 
-# what stands before the '/' of an id -> module with `make_vec(env_id, num_envs, **kwargs)`
+# part of an id before the '/' -> module with `make_vec(env_id, num_envs, **kwargs)`
 FAMILIES = {"d4rl": "replaylab.envs.d4rl", "atari": "replaylab.envs.atari", "atari-rgb": "replaylab.envs.atari_rgb"}
 FAMILIES |= {"antgoal": "replaylab.envs.antgoal"}
 
 
 def make(env_id: str, *, noise: Noise | None = None, **kwargs: Any) -> Any:
-    """One environment. A goal given beside the observation, as in mazes, is appended to it."""
+    """One environment. A goal that is separate from the observation, as in mazes, is appended to it."""
     env = flat_goal(_make(canonical(env_id), **kwargs))
     return NoisyEnv(env, noise) if noise else env
 
 
 def make_vec(env_id: str, num_envs: int, *, noise: Noise | None = None, **kwargs: Any) -> Any:
-    """Many environments that stand still when done (see vector.py), in the fastest form there is."""
+    """`num_envs` environments that rest when done (see vector.py), in the fastest implementation available."""
     env_id = canonical(env_id)
     family = FAMILIES.get(env_id.partition("/")[0])
     if family and (env_id in gymnasium.registry or env_id.startswith(("atari/", "atari-rgb/"))):
@@ -65,7 +65,7 @@ def make_vec(env_id: str, num_envs: int, *, noise: Noise | None = None, **kwargs
 
 
 def canonical(env_id: str) -> str:
-    """'hopper' is short for 'd4rl/hopper', 'antmaze-medium-play-v2' is D4RL's name of 'd4rl/antmaze-medium'."""
+    """The full id: 'hopper' -> 'd4rl/hopper', D4RL's 'antmaze-medium-play-v2' -> 'd4rl/antmaze-medium'."""
     maze = re.fullmatch(r"(antmaze-(umaze|medium|large))(-play|-diverse)?-v[012]", env_id)
     if maze:
         return f"d4rl/{maze[1]}"

@@ -1,9 +1,9 @@
 """`antgoal`: D4RL's ant on an open floor, where it learns to walk to a goal some metres away.
 
-The observation is the maze's ant without x and y (27 numbers) and the way to the goal (2), both as the ant sees them:
-turned so that it faces along x. All directions are one to it, and what it learns in one serves in all of them. The
-reward is the speed towards the goal, less a little for effort. At a goal the next one is drawn; falling over ends the
-episode. A planner leads the ant that has learnt this through a maze, see collect/antmaze.py.
+The observation is that of the ant in a maze without x and y (27 numbers), and the vector to the goal (2), both rotated
+into the ant's frame, in which it faces along x: what it learns in one direction holds in all. The reward is the speed
+towards the goal and a bonus per step, minus a small cost of effort. When a goal is reached, the next one is drawn;
+falling over ends the episode. A planner leads the trained ant through a maze, see collect/antmaze.py.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from replaylab.envs.d4rl import BatchVectorEnv
 from replaylab.envs.maze import RADIUS
 from replaylab.envs.vector import PlainVectorEnv, RestingVectorEnv
 
-DISTANCE = 2.0, 6.0  # metres to a new goal: from waypoint to waypoint of a maze it is about 4
-SIGHT = 3.0  # a goal farther away is seen at this distance
-ALIVE, EFFORT = 0.2, 0.02  # reward a step, and its cost by the square of the action
-UPRIGHT = 0.2  # the torso's own z axis has fallen below this cosine: the ant lies on its side or back
+DISTANCE = 2.0, 6.0  # metres to a new goal, from and to; waypoints of a maze are about 4 apart
+SIGHT = 3.0  # a goal farther away is observed at this distance
+ALIVE, EFFORT = 0.2, 0.02  # bonus per step, and cost per squared action
+UPRIGHT = 0.2  # the ant has fallen (on its side or back) if the cosine of its torso's tilt is below this
 
 
 def observe(qpos: np.ndarray, qvel: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    """(..., 29): height, tilt, 8 joints; velocities along, across and up, 3 turning, 8 joints; goal ahead and left."""
+    """(..., 29): height, tilt, 8 joints; velocity forward, left and up, 3 angular, 8 joints; goal ahead and left."""
     w, x, y, z = np.moveaxis(qpos[..., 3:7], -1, 0)
     yaw = np.arctan2(2 * (w * z + x * y), w * w + x * x - y * y - z * z)
     c, s = np.cos(yaw / 2), np.sin(yaw / 2)
     tilt = np.stack([c * w + s * z, c * x + s * y, c * y - s * x, c * z - s * w], -1)  # the rotation without its yaw
-    tilt *= np.where(tilt[..., :1] < 0, -1, 1)  # q and -q are one rotation
+    tilt *= np.where(tilt[..., :1] < 0, -1, 1)  # q and -q are the same rotation
     way = goal - qpos[..., :2]
     way = way * np.minimum(1, SIGHT / np.maximum(np.linalg.norm(way, axis=-1, keepdims=True), 1e-9))
     parts = [qpos[..., 2:3], tilt, qpos[..., 7:], _turned(qvel[..., :2], yaw), qvel[..., 2:], _turned(way, yaw)]
@@ -51,7 +51,7 @@ def new_goal(rng: np.random.Generator, at: np.ndarray) -> np.ndarray:
 
 
 def judge(before: np.ndarray, qpos: np.ndarray, goal: np.ndarray, action: np.ndarray, dt: float) -> tuple[Any, ...]:
-    """Reward, fallen and reached of a step that began at x, y `before`."""
+    """(reward, fallen, reached) of a step that began at `before`, (x, y)."""
     was, now = (np.linalg.norm(goal - at, axis=-1) for at in (before, qpos[..., :2]))
     up = 1 - 2 * np.square(qpos[..., 4:6]).sum(-1)
     reward = (was - now) / dt + ALIVE - EFFORT * np.square(action).sum(-1)
@@ -64,7 +64,7 @@ def load_floor(robot: str, maze: str) -> Any:
 
 
 class AntGoalEnv(D4RLAntMazeEnv):
-    """Of the maze that it is made from nothing is left but the ant. `info["success"]`: this step reached its goal."""
+    """The maze environment without the maze. `info["success"]`: this step reached its goal."""
 
     load: Any = staticmethod(load_floor)
 
@@ -119,7 +119,7 @@ class AntGoalVectorEnv(BatchVectorEnv):
 
 
 def make_vec(env_id: str, num_envs: int, *, nthread: int | None = None, **kwargs: Any) -> RestingVectorEnv:
-    """As in d4rl.py: on `nthread` threads; one by one to render, or without mujoco's Batch."""
+    """As in d4rl.py: on `nthread` threads, but one by one to render or without mujoco's Batch."""
     if importlib.util.find_spec("mujoco.batch") is None or "render_mode" in kwargs:
         return PlainVectorEnv([lambda: gymnasium.make(env_id, disable_env_checker=True, **kwargs)] * num_envs)
     kwargs = {"max_episode_steps": gymnasium.spec(env_id).max_episode_steps} | kwargs

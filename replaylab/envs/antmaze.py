@@ -1,9 +1,9 @@
-"""D4RL's AntMaze: `d4rl/antmaze-{umaze,medium,large}`, for policies learned from D4RL's own files.
+"""D4RL's AntMaze: `d4rl/antmaze-{umaze,medium,large}`, for policies trained on D4RL's own files.
 
-The maps are Gymnasium-Robotics', the robot is Gymnasium's ant changed into D4RL's, and the physics are corrected as in
+The maps are from Gymnasium-Robotics, the robot is Gymnasium's ant changed to D4RL's, and the physics is corrected as in
 d4rl.py, so that the transitions are D4RL's. The reward is 1 on the step that comes within 0.5 of the goal and ends the
-episode, else 0; the usual rule for learning, 0 at the goal and -1 elsewhere, is in data/rewards.py. The goal is drawn
-at every reset, as in D4RL's -v2, and is not observed. Play and diverse data are judged in the same maze.
+episode, else 0; the reward usually trained on, 0 at the goal and -1 elsewhere, is in data/rewards.py. The goal is drawn
+at every reset, as in D4RL's -v2, and is not observed. Policies of play and diverse data are evaluated in the same maze.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gymnasium.utils import EzPickle
 from replaylab.envs.d4rl import BatchVectorEnv, advance, load_model, rk4_is_classical
 from replaylab.envs.maze import RADIUS, ROBOTS, Cell, Layout, MazeEnv
 
-SPREAD = 1.0, 0.5  # a goal is off the middle of its cell by the sum of two draws between 0 and these, along each axis
-NOISE = 0.1  # on the first state
+SPREAD = 1.0, 0.5  # offset of a goal from the centre of its cell, along each axis: the sum of two draws from 0 to these
+NOISE = 0.1  # on the initial state
 CELL, START = ROBOTS["d4rl-ant"].cell, (1, 1)
 
 
 def place(cell: Cell) -> np.ndarray:
-    """The middle of a cell (row, column): x grows with the column, y with the row, the start is the origin."""
+    """Centre (x, y) of a cell (row, column): x grows with the column, y with the row, the start is the origin."""
     return CELL * np.array([cell[1] - START[1], cell[0] - START[0]])
 
 
@@ -35,7 +35,7 @@ def load_maze(robot: str, maze: str) -> Any:
 
 
 def load_ant(blocks: Sequence[Sequence[Any]]) -> Any:
-    """D4RL's ant between walls: a fifth as strong as Gymnasium's, in steps twice as long, on softer ground."""
+    """Model of D4RL's ant and the walls: a fifth as strong as Gymnasium's ant, twice the time step, softer ground."""
     kind = ROBOTS["d4rl-ant"]
     root = ElementTree.parse(kind.xml).getroot()
     option, ground, world = (root.find(path) for path in ("option", "default/geom", "worldbody"))
@@ -56,7 +56,7 @@ def load_ant(blocks: Sequence[Sequence[Any]]) -> Any:
 
 
 def begin(env: MazeEnv, rng: np.random.Generator, start: Cell, goal: Cell) -> tuple[np.ndarray, ...]:
-    """A goal and a first state, positions and velocities, as D4RL draws them."""
+    """(goal, qpos, qvel): a goal and an initial state, drawn as in D4RL."""
     target = place(goal) + rng.uniform(0, SPREAD[0], 2) + rng.uniform(0, SPREAD[1], 2)
     qpos = env.init_qpos + rng.uniform(-NOISE, NOISE, env.init_qpos.shape)
     qpos[:2] += place(start)

@@ -1,13 +1,13 @@
-"""Atari games, preprocessed as Dopamine does: that is how the DQN-replay data was made.
+"""Atari games with the preprocessing of Dopamine, with which the DQN-replay data was made.
 
 An action lasts four emulator frames; with sticky actions the emulator repeats the previous action with probability
-0.25 in each of them. The last two frames are turned grey, their brighter pixels taken, and the result shrunk to
-84 x 84 by area. Actions are those the game uses. An episode ends at game over, or after 27,000 actions; it begins
-without idle moves. ale-py's C++ engine does all of this in this order; this file gives it our vector semantics.
+0.25 in each of them. The last two frames are converted to grey, their pixelwise maximum is taken and resized to 84 x 84
+by area. Actions are those the game uses. An episode begins without idle moves and ends at game over or after 27,000
+actions. ale-py's C++ engine does all of this, in this order; this file adds our vector semantics.
 
-A game goes by `atari/` and its name in any spelling: atari/space_invaders, atari/SpaceInvaders, atari/spaceinvaders.
-Options may follow behind commas: `atari/pong,sticky=0,noops=30,resize=bilinear` is played as the original Decision
-Transformer does.
+An id is `atari/` and the game's name in any spelling: atari/space_invaders, atari/SpaceInvaders, atari/spaceinvaders.
+Options may follow after commas: `atari/pong,sticky=0,noops=30,resize=bilinear` is the setup of the original Decision
+Transformer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from replaylab.envs.vector import RestingVectorEnv, Step
 from replaylab.errors import UsageError, nearest, require
 
 FRAME_SKIP = 4
-MAX_STEPS = 27_000  # actions an episode, 108,000 emulator frames
+MAX_STEPS = 27_000  # actions per episode, 108,000 emulator frames
 SCREEN, SIZE = (210, 160), (84, 84)
 RESIZES = ("area", "bilinear")
 
 
 @cache
 def games() -> dict[str, str]:
-    """Every game that ale-py brings: its name without underscores -> the name itself."""
+    """Every game that comes with ale-py: name without underscores -> name."""
     require("ale_py", "Atari")
     from ale_py import roms
 
@@ -81,11 +81,11 @@ def engine(
     max_steps: int = MAX_STEPS,
     **others: Any,
 ) -> Any:
-    """ale-py's own vector environment, which resets by itself. Observations (num_envs, stack, 84, 84), newest last.
+    """ale-py's own vector environment, which resets automatically. Observations (num_envs, stack, 84, 84), newest last.
 
-    noop_max: idle for up to this many frames at the start. episodic_life: losing a life ends the episode, and a
-    reset then starts a new game. The defaults are Dopamine's; the original Decision Transformer evaluates with
-    `sticky=0, noop_max=30` and a bilinear resize, which this engine does not have (`BilinearVectorEnv`).
+    noop_max: up to this many idle frames at the start. episodic_life: losing a life ends the episode, and a reset then
+    starts a new game. The defaults are Dopamine's; the original Decision Transformer evaluates with `sticky=0,
+    noop_max=30` and a bilinear resize, which this engine does not have (see `BilinearVectorEnv`).
     """
     require("ale_py", "Atari")
     from ale_py.vector_env import AtariVectorEnv
@@ -108,10 +108,10 @@ def engine(
 
 
 class AtariVectorEnv(RestingVectorEnv):
-    """Games side by side that stand still when over.
+    """Games in parallel that rest when over.
 
-    Each is an engine of its own with one thread: only the running ones are stepped, all at the same time. One slow
-    game then costs nothing but itself, and an episode is a function of its seed and its actions alone.
+    Each is a separate engine with one thread, and only the running ones are stepped, all at the same time. So one slow
+    game costs only itself, and an episode depends only on its seed and its actions.
     """
 
     def __init__(self, env_id: str, num_envs: int, **options: Any) -> None:
@@ -124,7 +124,7 @@ class AtariVectorEnv(RestingVectorEnv):
 
     def _reset(self, ids: np.ndarray, seeds: list[int | None], options: dict) -> tuple[np.ndarray, dict[str, Any]]:
         def one(i: int, seed: int | None) -> np.ndarray:
-            # a seed makes the engine load the game anew, some 90 ms: hence the threads
+            # with a seed the engine reloads the game, about 90 ms: hence the threads
             known = None if seed is None else np.array([seed % 2**31])
             return self.engines[i].reset(seed=known)[0][0]
 
@@ -145,8 +145,8 @@ class AtariVectorEnv(RestingVectorEnv):
 
 
 class BilinearVectorEnv(AtariVectorEnv):
-    """The same, but the last two frames are each shrunk bilinearly before their brighter pixels are taken. The engine
-    shows every whole frame for this, which halves its speed."""
+    """The same, but each of the last two frames is shrunk bilinearly before their maximum is taken. For this the engine
+    returns every frame in full size, which halves its speed."""
 
     def __init__(self, env_id: str, num_envs: int, *, stack: int = 4, **options: Any) -> None:
         whole = {"frameskip": 1, "maxpool": False, "img_height": SCREEN[0], "img_width": SCREEN[1]}
@@ -175,13 +175,13 @@ class BilinearVectorEnv(AtariVectorEnv):
 
 
 def shrunk(frames: np.ndarray) -> np.ndarray:
-    """(games, frames, height, width) -> the brightest pixels of the frames, shrunk bilinearly: (games, 84, 84)."""
+    """(games, frames, height, width) -> (games, 84, 84): the maximum over the frames, each shrunk bilinearly."""
     small = F.interpolate(torch.from_numpy(frames).float(), SIZE, mode="bilinear")
     return small.round().amax(1).byte().numpy()
 
 
 class AtariEnv(gymnasium.Env):
-    """One game, for code that wants a plain Gymnasium environment."""
+    """One game as a plain Gymnasium environment."""
 
     def __init__(self, env_id: str, **options: Any) -> None:
         self.vector = make_vec(env_id, 1, **options)

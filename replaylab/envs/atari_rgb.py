@@ -1,16 +1,16 @@
-"""Atari games in colour for world models, preprocessed as SimPLe and MBARC do.
+"""Atari games in colour for world models, with the preprocessing of SimPLe and MBARC.
 
-An action lasts four emulator frames, no sticky actions; the last of them is shown (or, by option, the brighter of the
-last two), every second row and column of it: 105 x 80. A frame is one byte a pixel, the index 0..127 of one of the
-console's 128 colours; `PALETTE[frame]` is its RGB. What a policy sees is the last four frames, oldest first.
+An action lasts four emulator frames, without sticky actions. The last of them is shown (by option, the brighter pixels
+of the last two), every second row and column of it: 105 x 80. A frame has one byte per pixel, the index 0..127 of one
+of the console's 128 colours; `PALETTE[frame]` is its RGB. A policy sees the last four frames, oldest first.
 
-A game begins with 1 to 8 idle frames, FIRE and the action after it where the game has FIRE, and three idle steps which
-fill the stack: the same in training and in evaluation. It ends at game over or after 18,000 steps; losing a life ends
-nothing. Rewards are the game's own; a learner takes their sign.
+A game begins with 1 to 8 idle frames, then FIRE and the action after it if the game has FIRE, then three idle steps to
+fill the stack, both in training and in evaluation. It ends at game over or after 18,000 steps, not when a life is lost.
+Rewards are the game's own; a learner takes their sign.
 
-A game goes by `atari-rgb/` and its name, with options behind commas: `atari-rgb/freeway`, `atari-rgb/pong,pool=max`,
-`atari-rgb/boxing,noops=30`. The whole state of a game can be saved and put back. ale-py's own vector environment
-knows neither this picture nor a saved state, hence one `ALEInterface` a game. It keeps Python's lock while it
+An id is `atari-rgb/` and the game's name, with options after commas: `atari-rgb/freeway`, `atari-rgb/pong,pool=max`,
+`atari-rgb/boxing,noops=30`. The whole state of a game can be saved and restored. ale-py's own vector environment
+supports neither these frames nor saved states, hence one `ALEInterface` per game. It holds Python's lock while it
 emulates, so threads would gain nothing.
 """
 
@@ -29,9 +29,9 @@ from replaylab.envs.vector import RestingVectorEnv, Step
 from replaylab.errors import DataError, UsageError, require
 
 FRAME_SKIP = 4
-MAX_STEPS = 18_000  # actions an episode
+MAX_STEPS = 18_000  # actions per episode
 STACK = 4
-NOOPS = 8  # idle frames at the start, at most
+NOOPS = 8  # most idle frames at the start
 SCREEN = (210, 160)
 SHAPE = (105, 80)  # every second pixel of it
 POOLS = ("last", "max")
@@ -49,7 +49,7 @@ _COLOURS = """
 303800 505916 6d762b 88923e a0ab4f b7c25f ccd86e e0ec7c  482c00 694d14 866a26 a28638 bb9f47 d2b656 e8cc63 fce070
 """
 PALETTE = np.array([tuple(bytes.fromhex(colour)) for colour in _COLOURS.split()], np.uint8)  # (128, 3)
-BRIGHTNESS = PALETTE @ np.array([0.299, 0.587, 0.114])  # what 'max' compares
+BRIGHTNESS = PALETTE @ np.array([0.299, 0.587, 0.114])  # compared by pool=max
 
 
 def parse(env_id: str) -> tuple[str, dict[str, Any]]:
@@ -68,7 +68,7 @@ def parse(env_id: str) -> tuple[str, dict[str, Any]]:
 
 
 class Game:
-    """One emulator. Counts every frame it runs, those of resets apart."""
+    """One emulator. Counts all frames it runs, and separately those of resets."""
 
     COUNTERS = ("seed", "played", "elapsed", "frames", "reset_frames", "resets")
 
@@ -89,12 +89,12 @@ class Game:
             raise UsageError(f"{name} shows {rows} x {columns} pixels, a world model takes {SCREEN[0]} x {SCREEN[1]}")
         self.ale.reset_game()
         self.restored = ale_py.ALEState
-        self.fresh = self.ale.cloneState(include_rng=True)  # so that a game is a function of its seed and its actions
+        self.fresh = self.ale.cloneState(include_rng=True)  # so that a game depends only on its seed and its actions
         self.actions = list(self.ale.getMinimalActionSet())
         self.fire = "FIRE" in [action.name for action in self.actions]
         self.pool, self.noops = pool, noops
         self.stack = np.zeros((STACK, *SHAPE), np.uint8)
-        self.seed = self.played = 0  # the seed of the last reset that had one, and games since
+        self.seed = self.played = 0  # seed of the last reset that had one, and games since
         self.elapsed = self.frames = self.reset_frames = self.resets = 0
 
     def reset(self, seed: int | None = None) -> np.ndarray:
@@ -158,7 +158,7 @@ class Game:
 
 
 class AtariRgbVectorEnv(RestingVectorEnv):
-    """Games side by side that stand still when over. Observations (games, 4, 105, 80)."""
+    """Games in parallel that rest when over. Observations (games, 4, 105, 80)."""
 
     def __init__(self, env_id: str, num_envs: int, **options: Any) -> None:
         name, found = parse(env_id)
@@ -179,7 +179,7 @@ class AtariRgbVectorEnv(RestingVectorEnv):
 
     @property
     def ledger(self) -> dict[str, int]:
-        """Every emulator frame there ever was, those of resets (idle frames, FIRE, filling the stack) apart too."""
+        """All emulator frames so far, and how many of them went into resets (idle frames, FIRE, filling the stack)."""
         frames, resets = sum(g.frames for g in self.games), sum(g.reset_frames for g in self.games)
         return {"frames": frames, "reset_frames": resets, "resets": sum(g.resets for g in self.games)}
 
@@ -194,12 +194,12 @@ class AtariRgbVectorEnv(RestingVectorEnv):
 
     @property
     def reset_cost(self) -> int:
-        """Steps' worth of frames that a reset takes, at most."""
+        """The most frames that a reset can take, in steps."""
         first = self.games[0]
         return -(-(first.noops + FRAME_SKIP * (2 * first.fire + STACK - 1)) // FRAME_SKIP)
 
     def state(self) -> dict[str, np.ndarray]:
-        """All there is to know, as arrays; `load_state` goes on exactly from there."""
+        """The complete state as arrays; after `load_state` the games continue exactly from there."""
         flags = np.stack([self._terminated, self._truncated, self._started])
         return {"flags": flags} | {f"{i}.{k}": v for i, game in enumerate(self.games) for k, v in game.state().items()}
 
@@ -214,21 +214,21 @@ class AtariRgbVectorEnv(RestingVectorEnv):
 
 
 class Recorder:
-    """Plays games into a replay, within a budget of real steps that is never exceeded.
+    """Plays games and adds the steps to a replay, within a budget of real steps that is never exceeded.
 
-    Games that an epoch leaves unfinished go on in the next one. `strict` counts what resets cost as well.
+    Games unfinished at the end of an epoch continue in the next one. `strict` counts the cost of resets as well.
     """
 
     def __init__(
         self, env: AtariRgbVectorEnv, replay: FrameReplay, budget: int, *, strict: bool, shrink: int = 1, seed: int = 0
     ):
         self.env, self.replay, self.budget, self.strict, self.shrink = env, replay, budget, strict, shrink
-        self.seeds = [10_000 * (seed + 1) + lane for lane in range(env.num_envs)]  # not those of evaluation
+        self.seeds = [10_000 * (seed + 1) + lane for lane in range(env.num_envs)]  # different from those of evaluation
         self.returns = np.zeros(env.num_envs)  # of the running games
         self.recorded = 0
 
     def collect(self, steps: int, choose: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
-        """Play `steps` steps, all games together; fewer where the budget ends. The replay is not committed."""
+        """Play `steps` steps, all games together; fewer if the budget runs out. The replay is not committed."""
         began, before, finished = time.monotonic(), self.recorded, list[float]()
         for _ in range(steps // self.env.num_envs):
             if not self.affordable():
@@ -252,7 +252,7 @@ class Recorder:
         }
 
     def _restart(self) -> np.ndarray:
-        """Start the games that are over, only now that they are to be played on; what all of them show."""
+        """Reset the games that are over, only now that they are needed, and return the observations of all."""
         over = self.env.resting
         if over.any():
             seeds = None if self.recorded else self.seeds
@@ -266,7 +266,7 @@ class Recorder:
             raise DataError("the replay is full: games of this kind end after fewer steps than it was made for")
 
     def affordable(self) -> bool:
-        """Whether one more step of every game, and the resets that it takes, stays within the budget."""
+        """Whether one more step of every game, with the resets it needs, stays within the budget."""
         wanted = self.recorded + self.env.num_envs
         if self.strict:
             wanted += -(-self.env.ledger["reset_frames"] // FRAME_SKIP)
@@ -286,7 +286,7 @@ class Recorder:
 
 
 class AtariRgbEnv(AtariEnv):
-    """One game, for code that wants a plain Gymnasium environment."""
+    """One game as a plain Gymnasium environment."""
 
     def __init__(self, env_id: str, **options: Any) -> None:
         self.vector: Any = AtariRgbVectorEnv(env_id, 1, **options)

@@ -1,7 +1,7 @@
 """The four D4RL robots (hopper, halfcheetah, walker2d, ant) with the physics D4RL's data came from.
 
 D4RL was recorded with MuJoCo 2.0. Newer engines move the same robots differently, by 1e-2 and more in a single step.
-Three corrections to Gymnasium's models and integrator bring the old transitions back, on every mujoco from 3.5 on:
+Three corrections to Gymnasium's models and integrator restore the old transitions, with every mujoco from 3.5 on:
 1. a capsule's inertia is again that of a cylinder (changed in 2.1.2);
 2. two contact margins count as their maximum, not their sum (changed in 3.5);
 3. free joints are integrated by the classical Runge-Kutta scheme (changed in 4.0; only ant has one).
@@ -40,7 +40,7 @@ EPISODE_LIMIT = 1000
 
 @dataclass(frozen=True)
 class Robot:
-    """What tells one task from another. qpos is (..., nq), qvel (..., nv), an action (..., nu)."""
+    """What distinguishes the tasks. qpos is (..., nq), qvel (..., nv), an action (..., nu)."""
 
     xml: str  # a file among Gymnasium's assets
     frame_skip: int
@@ -50,7 +50,7 @@ class Robot:
     alive_bonus: float
     reset_noise: float
     healthy: Callable[[Array, Array], Array]
-    gaussian_velocity: bool = False  # reset noise on velocities: normal, or uniform as on positions
+    gaussian_velocity: bool = False  # reset noise of velocities: normal, or uniform as for positions
     velocity_clip: float | None = None  # in observations only
     padding: int = 0  # ant's 84 contact forces, which MuJoCo 2.0 left at zero
     torso_speed: bool = False  # measure speed by the torso's xpos, which lags behind qpos
@@ -122,10 +122,10 @@ ROBOTS = {
 
 
 def load_model(xml: str, density: float, total_mass: float | None = None) -> Any:
-    """Compile a model of capsules and spheres so that it behaves as in MuJoCo 2.0 (but for free joints: see rk4).
+    """Compile a model of capsules and spheres so that it behaves as in MuJoCo 2.0 (except for free joints: see rk4).
 
-    The inertias are written into the XML and compiled, not into the compiled model: the compiler derives bounding
-    boxes and shortcuts from them, and contacts go missing where those are stale.
+    The inertias are set in the XML, not in the compiled model: the compiler derives bounding boxes and shortcuts from
+    them, and if those are stale, contacts go missing.
     """
     root = ElementTree.fromstring(xml)
     compiler = root.find("compiler")
@@ -164,7 +164,7 @@ def body_inertia(model: Any, body: int, density: float) -> tuple[float, Array, A
     tensor = np.zeros((3, 3))
     for (mass, own), position in zip(solids, model.geom_pos[geoms], strict=True):
         d = position - centre
-        tensor += own + mass * (d @ d * np.eye(3) - np.outer(d, d))  # parallel axes
+        tensor += own + mass * (d @ d * np.eye(3) - np.outer(d, d))  # parallel axis theorem
     return sum(masses), centre, tensor
 
 
@@ -189,7 +189,7 @@ def _solid(model: Any, geom: int, density: float) -> tuple[float, Array]:
 
 @functools.cache
 def margins_add() -> bool:
-    """Whether this engine sums the margins of two geoms: tried on two spheres 1.5 margins apart."""
+    """Whether this engine sums the margins of two geoms: tested on two spheres 1.5 margins apart."""
     model = mujoco.MjModel.from_xml_string("""<mujoco><worldbody><geom size=".1" margin=".01"/>
         <body pos="0 0 .215"><freejoint/><geom size=".1" margin=".01"/></body></worldbody></mujoco>""")
     data = mujoco.MjData(model)
@@ -199,7 +199,7 @@ def margins_add() -> bool:
 
 @functools.cache
 def rk4_is_classical() -> bool:
-    """Whether mj_step turns a free body as the classical scheme does: tried on a tumbling box."""
+    """Whether mj_step rotates a free body as the classical scheme does: tested on a tumbling box."""
     model = mujoco.MjModel.from_xml_string("""<mujoco><option integrator="RK4" timestep=".01"/>
         <worldbody><body><freejoint/><geom type="box" size=".1 .2 .3"/></body></worldbody></mujoco>""")
     old, new = mujoco.MjData(model), mujoco.MjData(model)
@@ -210,13 +210,13 @@ def rk4_is_classical() -> bool:
 
 
 def rk4(model: Any, qpos: Array, qvel: Array, accelerate: Callable[[Array, Array], Array]) -> tuple[Array, Array]:
-    """One classical Runge-Kutta step of one state or of a batch of them; `accelerate(qpos, qvel)` is the physics."""
+    """qpos and qvel after one classical Runge-Kutta step, of one state or a batch; `accelerate(qpos, qvel)` -> qacc."""
     h = model.opt.timestep
 
     def move(velocity: Array) -> Array:
         moved = qpos.copy()
         for row, v in zip(np.atleast_2d(moved), np.atleast_2d(velocity), strict=True):
-            mujoco.mj_integratePos(model, row, v, h)  # in place; knows how to turn a quaternion
+            mujoco.mj_integratePos(model, row, v, h)  # in place; handles quaternions
         return moved
 
     v, a = qvel, accelerate(qpos, qvel)
@@ -239,7 +239,7 @@ def step_rk4(model: Any, data: Any) -> None:
 
 
 def advance(env: Any, ctrl: Array, n_frames: int) -> None:
-    """The physics of one environment; `env.own_rk4`: with our integrator."""
+    """Simulate `n_frames` physics steps of one environment, with our integrator if `env.own_rk4`."""
     env.data.ctrl[:] = ctrl
     if env.own_rk4:
         for _ in range(n_frames):
@@ -296,8 +296,8 @@ class D4RLEnv(MujocoEnv, EzPickle):
 
 
 class BatchVectorEnv(RestingVectorEnv):
-    """Many copies of one environment, stepped by `mujoco.batch` on several threads; states equal its own to the bit.
-    A subclass writes `_begin`, a first state, and `_outcome`, what a step brought."""
+    """Many copies of one environment, stepped by `mujoco.batch` on several threads, bit-identical to the original.
+    A subclass defines `_begin` (an initial state), `_observe` and `_outcome` (the result of a step)."""
 
     def __init__(
         self, single: Any, num_envs: int, *, nthread: int | None = None, max_episode_steps: int = EPISODE_LIMIT
@@ -320,7 +320,7 @@ class BatchVectorEnv(RestingVectorEnv):
         raise NotImplementedError
 
     def _outcome(self, ids: Array, actions: Array) -> tuple[Array, Array]:
-        """Move, and say what that is worth and whether it ends the episode."""
+        """Simulate one step; returns rewards and terminated."""
         raise NotImplementedError
 
     def _reset(self, ids: Array, seeds: list[int | None], options: dict) -> tuple[Array, dict[str, Any]]:
@@ -374,7 +374,7 @@ class RobotVectorEnv(BatchVectorEnv):
 
 
 def make_vec(env_id: str, num_envs: int, *, nthread: int | None = None, **kwargs: Any) -> RestingVectorEnv:
-    """`num_envs` robots on `nthread` threads (all cores unless told); one by one to render, or without Batch."""
+    """`num_envs` robots on `nthread` threads (default: all cores), but one by one to render or without Batch."""
     if importlib.util.find_spec("mujoco.batch") is None or "render_mode" in kwargs:
         return PlainVectorEnv([lambda: gymnasium.make(env_id, disable_env_checker=True, **kwargs)] * num_envs)
     name = env_id.removeprefix("d4rl/")

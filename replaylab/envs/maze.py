@@ -1,10 +1,11 @@
 """Mazes where stitching matters: `pointmaze-{umaze,medium,large}` and `antmaze-...`, on Gymnasium-Robotics' models.
 
 The reward is 1 on the step that comes within 0.5 of the goal and ends the episode, else 0: the return is success.
-`mode="play"` starts from one hand-picked cell with one fixed goal far away, and so does not observe the goal.
-`mode="diverse"` (ids that end in `-diverse`) draws both anew, far apart, and appends the goal to the observation.
+`mode="play"` starts from one hand-picked cell with one fixed goal far away, and therefore does not observe the goal.
+`mode="diverse"` (ids that end in `-diverse`) draws both at every reset, far apart, and appends the goal to the
+observation.
 
-First the layouts and paths in them, then the model, then the environment.
+First the layouts and the paths in them, then the model, then the environment.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ walls: Any = importlib.import_module("gymnasium_robotics.envs.maze.maze_v4")
 
 Cell = tuple[int, int]  # row and column of the map
 
-RADIUS = 0.5  # from the goal counts as there: D4RL's radius (Gymnasium-Robotics has 0.45)
-SPREAD = 0.25  # of a cell: how far from its centre starts, and goals that are not fixed, are drawn
+RADIUS = 0.5  # distance at which the goal is reached: D4RL's (Gymnasium-Robotics has 0.45)
+SPREAD = 0.25  # starts, and goals that are not fixed, are drawn up to this share of a cell from its centre
 MODES = ("play", "diverse")
 
-# name -> (map in Gymnasium-Robotics, start and goal of `play`). The goals are D4RL's; the starts are chosen so that the
-# way winds: from D4RL's corner, a point that is pushed to the right and down slides along the walls to the goal.
+# name -> (map in Gymnasium-Robotics, start and goal of `play`). The goals are D4RL's; the starts are chosen for a
+# winding way: from D4RL's corner, a point that is pushed to the right and down slides along the walls to the goal.
 MAZES: dict[str, tuple[str, Cell, Cell]] = {
     "umaze": ("U_MAZE", (1, 1), (3, 1)),
     "medium": ("MEDIUM_MAZE", (1, 6), (6, 6)),
@@ -54,7 +55,7 @@ class Robot:
     wall: float  # height of the walls, in cells
     frame_skip: int
     fps: int
-    top_speed: float | None = None  # a ball that is only pushed would gain speed without end
+    top_speed: float | None = None  # a ball that is pushed all the time would accelerate without limit
 
 
 _ANT = Path(gymnasium.__file__).parent / "envs/mujoco/assets/ant.xml"
@@ -69,7 +70,7 @@ ROBOTS = {
 
 
 class Layout:
-    """One maze: which cells are free, where they lie, and how many moves apart they are."""
+    """One maze: its free cells, their positions, and the numbers of moves between them."""
 
     def __init__(self, maze: str, size: float = 1.0) -> None:
         if maze not in MAZES:
@@ -81,17 +82,17 @@ class Layout:
 
     @property
     def longest_trip(self) -> int:
-        """Moves that a trip in our data makes at most: half of what `play` asks, so that trips must be joined."""
+        """The most moves of a trip in our data: half of what `play` needs, so that trips must be stitched together."""
         return self.moves[self.goal][self.start] // 2
 
     @functools.cached_property
     def far_pairs(self) -> list[tuple[Cell, Cell]]:
-        """(start, goal) of `diverse`: out of reach of any one trip, even where it ends beside the goal's cell."""
+        """(start, goal) pairs of `diverse`: too far apart for one trip, even if it ends next to the goal's cell."""
         least = self.longest_trip + 2
         return [(start, goal) for goal in self.cells for start in self.cells if self.moves[goal][start] >= least]
 
     def centre(self, cell: Cell) -> np.ndarray:
-        """x to the right, y upwards, the origin in the middle of the map, as Gymnasium-Robotics has it."""
+        """Centre of a cell: x to the right, y upwards, origin in the middle of the map, as in Gymnasium-Robotics."""
         rows, columns = len(self.map), len(self.map[0])
         return self.size * np.array([cell[1] + 0.5 - columns / 2, rows / 2 - cell[0] - 0.5])
 
@@ -112,7 +113,7 @@ class Layout:
         return [(r, c) for r, c in around if self.map[r][c] != 1]  # the outermost cells are walls
 
     def _moves_to(self, target: Cell) -> dict[Cell, int]:
-        """Breadth first from the target: how many moves every cell is away from it."""
+        """The number of moves from every cell to the target, by breadth-first search."""
         moves, queue = {target: 0}, deque([target])
         while queue:
             cell = queue.popleft()
@@ -128,17 +129,17 @@ class Layout:
 
 @functools.cache
 def load_model(robot: str, maze: str) -> Any:
-    """Robot and walls. One model serves every environment without a picture: its textures alone take 11 MB."""
+    """Model of robot and walls. All environments that do not render share it: its textures alone take 11 MB."""
     kind = ROBOTS[robot]
     _, path = walls.Maze.make_maze(str(kind.xml), Layout(maze).map, kind.cell, kind.wall)
     try:
         return mujoco.MjModel.from_xml_path(path)
     finally:
-        os.remove(path)  # Gymnasium-Robotics leaves it lying
+        os.remove(path)  # Gymnasium-Robotics does not
 
 
 class MazeEnv(MujocoEnv, EzPickle):
-    """Observation: positions and velocities of every joint, x and y first (point: 4, ant: 29); `diverse`: goal x, y."""
+    """Observation: positions and velocities of all joints, x and y first (point: 4, ant: 29); `diverse`: goal x, y."""
 
     metadata = {"render_modes": ["human", "rgb_array", "depth_array", "rgbd_tuple"]}  # noqa: RUF012
     load: Any = staticmethod(load_model)
@@ -160,7 +161,7 @@ class MazeEnv(MujocoEnv, EzPickle):
     def _initialize_simulation(self) -> tuple[Any, Any]:
         if not self._pictured:
             model = self.load(self.robot, self.maze)
-        else:  # a model of its own, as the picture's size and the goal's mark are written into it
+        else:  # its own model, since the image size and the goal's marker are written into it
             model = self.load.__wrapped__(self.robot, self.maze)
             model.vis.global_.offwidth = max(model.vis.global_.offwidth, self.width)
             model.vis.global_.offheight = max(model.vis.global_.offheight, self.height)

@@ -1,8 +1,8 @@
-"""Gaussian noise on actions, on observations ("transitions") or on both, to see how robust a policy is.
+"""Gaussian noise on actions, on observations ("transitions") or on both, to test how robust a policy is.
 
 At each step, with probability `rate`, N(loc, scale^2) is added to every component and the sum is clipped to the
-space's bounds. Reset observations are disturbed too. Each sub-environment has a generator of its own, made from its
-reset seed, so an evaluation with given seeds meets the same noise again, however many environments run beside it.
+space's bounds. Reset observations are disturbed too. Each sub-environment has its own generator, seeded with its reset
+seed, so an evaluation with given seeds always has the same noise, however many environments run in parallel.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from replaylab.envs.vector import Seeds, Step, spread, which
 from replaylab.errors import UsageError
 
 Generators = Sequence[np.random.Generator]
-_STREAM = 0x6E6F6973  # keeps the noise apart from the environment's own draws with the same seed
+_STREAM = 0x6E6F6973  # makes the noise independent of the environment's own draws with the same seed
 
 
 @dataclass(frozen=True)
 class Noise:
-    """A scale of 0 turns that half off altogether, `loc` included."""
+    """A scale of 0 turns that noise off entirely, `loc` included."""
 
     action_scale: float = 0.0
     action_rate: float = 1.0
@@ -60,13 +60,13 @@ class Noise:
 def _disturb(
     rows: np.ndarray, space: gymnasium.Space, rate: float, loc: float, scale: float, rngs: Generators
 ) -> np.ndarray:
-    """Noise on each row, (n, ...), from its own generator."""
+    """Rows, (n, ...), with noise from one generator per row."""
     if not scale:
         return rows
     assert isinstance(space, Box)
     struck, normal = np.empty(len(rows), bool), np.empty(rows.shape)
     for i, rng in enumerate(rngs):
-        # both are drawn every time, so that runs with other rates and scales meet the same random numbers
+        # both are always drawn, so that runs with other rates and scales use the same random numbers
         struck[i] = rng.random() < rate
         rng.standard_normal(out=normal[i])
     noisy = np.clip(rows + loc + scale * normal, space.low, space.high)
@@ -103,7 +103,7 @@ class NoisyEnv(gymnasium.Wrapper):
 
 
 class NoisyVectorEnv(VectorWrapper):
-    """Resting vector environments with noise: row i meets what `NoisyEnv` meets with the same seed."""
+    """A resting vector environment with noise: row i gets the same noise as `NoisyEnv` with the same seed."""
 
     def __init__(self, env: VectorEnv, noise: Noise) -> None:
         super().__init__(env)
@@ -119,14 +119,14 @@ class NoisyVectorEnv(VectorWrapper):
         for i in ids:
             if seeds[i] is not None:
                 self._rngs[i] = _generator(seeds[i])
-        inner: Any = self.env  # takes one seed each, which VectorEnv's own annotation leaves out
+        inner: Any = self.env  # takes a list of seeds, which VectorEnv's annotation lacks
         observations, infos = inner.reset(seed=seeds, options=options)
         self._done[ids] = False
         return self._see(ids, observations), infos
 
     def step(self, actions: np.ndarray) -> Step:
         running = np.flatnonzero(~self._done)
-        actions = np.array(actions)  # the caller's array stays as it is
+        actions = np.array(actions)  # leaves the caller's array unchanged
         rngs = [self._rngs[i] for i in running]
         actions[running] = self.noise.on_actions(actions[running], self.single_action_space, rngs)
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
@@ -134,7 +134,7 @@ class NoisyVectorEnv(VectorWrapper):
         return self._see(running, observations), rewards, terminated, truncated, infos
 
     def _see(self, ids: np.ndarray, observations: np.ndarray) -> np.ndarray:
-        """Noise on the rows that are new; a resting environment keeps showing what it showed last."""
+        """Add noise to the new rows; a resting environment repeats its last noisy observation."""
         rngs = [self._rngs[i] for i in ids]
         self._seen[ids] = self.noise.on_observations(observations[ids], self.single_observation_space, rngs)
         return self._seen.copy()

@@ -14,8 +14,8 @@ from gymnasium.spaces import Box
 from replaylab.envs.d4rl import MujocoEnv, load_model, mujoco
 
 # The arm touches nothing, so contacts are off. At angle zero the upper arm points along 45 degrees (0.785 rad, as in
-# the original), the forearm along x. The goal's site is for the eye only, and must not start at the origin: MuJoCo
-# would take it to stay there.
+# the original), the forearm along x. The goal's site is only for rendering, and must not start at the origin:
+# MuJoCo would assume that it stays there.
 XML = """
 <mujoco model="reacher2d">
   <compiler angle="radian"/>
@@ -54,7 +54,7 @@ class Reacher2dEnv(MujocoEnv):
         super().__init__(__file__, 15, space, default_camera_config={"distance": 4.0}, **kwargs)  # the model is here
 
     def _initialize_simulation(self) -> tuple[Any, Any]:
-        model = load_model(XML, density=1000.0)  # as the original had it, on MuJoCo 2.0
+        model = load_model(XML, density=1000.0)  # as in the original, on MuJoCo 2.0
         model.vis.global_.offwidth = max(model.vis.global_.offwidth, self.width)
         model.vis.global_.offheight = max(model.vis.global_.offheight, self.height)
         return model, mujoco.MjData(model)
@@ -65,7 +65,7 @@ class Reacher2dEnv(MujocoEnv):
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
         self.do_simulation(action, self.frame_skip)  # the motors clip it
-        mujoco.mj_kinematics(self.model, self.data)  # mj_step leaves the tip a little behind the angles
+        mujoco.mj_kinematics(self.model, self.data)  # after mj_step the tip lags behind the angles
         observation = self._observe()
         reward = float(np.abs(observation[10:]).sum() < 0.1)
         if self.render_mode == "human":

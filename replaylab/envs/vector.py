@@ -1,9 +1,9 @@
-"""Vector environments that stand still when an episode ends, so evaluation pays only for the running ones.
+"""Vector environments that rest when an episode ends, so that evaluation pays only for the running ones.
 
-`RestingVectorEnv` holds the rules once: nothing resets by itself (`AutoresetMode.DISABLED`); a sub-environment whose
-episode has ended is not stepped again until it is reset, and meanwhile repeats its last observation with reward 0
-and unchanged flags. `reset(options={"reset_mask": mask})` resets only some. `PlainVectorEnv` follows these rules
-over ordinary Gymnasium environments; faster forms (see d4rl.py) fill in the same two methods.
+`RestingVectorEnv` implements the rules: nothing resets automatically (`AutoresetMode.DISABLED`); a sub-environment
+whose episode has ended is not stepped again until it is reset, and meanwhile repeats its last observation with reward 0
+and unchanged flags. `reset(options={"reset_mask": mask})` resets only some. `PlainVectorEnv` applies these rules to
+ordinary Gymnasium environments; faster implementations (see d4rl.py) define the same two methods.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Step = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
 
 def spread(seed: Seeds, num_envs: int) -> list[int | None]:
-    """One seed per sub-environment: an int counts up from the first one, as Gymnasium's own vector forms do."""
+    """One seed per sub-environment: an int n becomes n, n + 1, ..., as in Gymnasium's own vector environments."""
     if seed is None:
         return [None] * num_envs
     if isinstance(seed, int | np.integer):
@@ -35,7 +35,7 @@ def spread(seed: Seeds, num_envs: int) -> list[int | None]:
 
 
 def which(options: dict[str, Any] | None, num_envs: int) -> np.ndarray:
-    """Indices of the sub-environments that a reset is about: those of options['reset_mask'], otherwise all."""
+    """Indices of the sub-environments to reset: those in options['reset_mask'], by default all."""
     mask = np.asarray((options or {}).get("reset_mask", np.ones(num_envs, bool)))
     if mask.shape != (num_envs,) or mask.dtype != bool:
         raise ValueError(f"reset_mask must be {num_envs} booleans, got shape {mask.shape} and dtype {mask.dtype}")
@@ -43,8 +43,8 @@ def which(options: dict[str, Any] | None, num_envs: int) -> np.ndarray:
 
 
 class RestingVectorEnv(VectorEnv):
-    """The rules above. A subclass writes `_reset(ids, seeds, options)`, which returns observations and infos, and
-    `_step(ids, actions)`, which returns a Gymnasium step: in both, one row for each of `ids` and no other."""
+    """The rules above. A subclass defines `_reset(ids, seeds, options)`, which returns observations and infos, and
+    `_step(ids, actions)`, which returns a Gymnasium step; both with exactly one row for each of `ids`."""
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # noqa: RUF012  as in every Gymnasium environment
 
@@ -135,7 +135,7 @@ class PlainVectorEnv(RestingVectorEnv):
 
 
 def flat_goal(env: gymnasium.Env) -> gymnasium.Env:
-    """Mazes observe a dict; policies want one vector: `observation` followed by `desired_goal`."""
+    """Flatten dict observations, as in mazes, to one vector for policies: `observation` followed by `desired_goal`."""
     space = env.observation_space
     if not isinstance(space, Dict):
         return env

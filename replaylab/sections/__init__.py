@@ -1,4 +1,4 @@
-"""What a system adds to the report: one module a system, `sections(run)` -> [(title, HTML), ...]."""
+"""Sections that a system adds to the report: one module per system, `sections(run)` -> [(title, HTML), ...]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replaylab.sections.common import without_simulator
 
 
 def sections_of(runs: Iterable[Run]) -> list[tuple[str, Html]]:
-    """The sections of all runs; those of the same title are joined, each part under its run's name."""
+    """The sections of all runs; those with the same title are merged, each part under its run's name."""
     runs = list(runs)
     found: dict[str, list[Html]] = {}
     for run in runs:

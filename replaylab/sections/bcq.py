@@ -1,4 +1,4 @@
-"""BCQ in the report: does the VAE know the actions, does the actor use its room, do the values make sense?"""
+"""Report of BCQ: how well the VAE rebuilds actions, how much of its range the actor uses, how large the values are."""
 
 from __future__ import annotations
 

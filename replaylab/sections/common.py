@@ -1,4 +1,4 @@
-"""Sections that reports of every system share."""
+"""Sections shared by the reports of all systems."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from replaylab.results import BROKEN, Run, finite, text
 
 TITLE = "Without a simulator"
 FILE = "offpolicy.json"
-MOST = 50  # rows, charts and sentences that a broken file may make us show
+MOST = 50  # rows, charts and sentences shown at most, in case the file is broken
 
 
 def without_simulator(run: Run) -> list[tuple[str, Html]]:
-    """What `replaylab assess` found, or nothing where it was not asked."""
+    """What `replaylab assess` found, or nothing if it was not run."""
     path = run.path / FILE
     if not path.is_file():
         return []
@@ -70,7 +70,7 @@ def _interval(row: dict[str, Any]) -> str:
 
 
 def _headline(fqe: dict[str, Any]) -> Html:
-    """The policy against the data's own actions, both judged by the same machine: their shared errors cancel."""
+    """The policy against the data's own actions, both judged by the same estimator, so that shared errors cancel."""
     policies = _list(fqe.get("policies"))
     gains = [v for v in (finite((p.get("gain") or {}).get("mean")) for p in policies) if v is not None]
     said = [text(p.get("verdict")) for p in policies]

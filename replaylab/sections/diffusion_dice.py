@@ -1,4 +1,4 @@
-"""Diffusion-DICE in the report: the sweep over ways of acting, what the critic believes, and bandits as pictures."""
+"""Report of Diffusion-DICE: the sweep over ways of acting, the critic's values, and pictures of bandits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sections(run: Run) -> list[tuple[str, Html]]:
 
 
 def _joined(findings: dict[str, Any]) -> dict[str, Any]:
-    """Of all phases: which one of them finds what depends on the schedule."""
+    """The findings of all phases in one dict: which phase finds what depends on the schedule."""
     return {name: value for part in findings.values() for name, value in dictionary(part).items()}
 
 
@@ -40,7 +40,7 @@ def _joined(findings: dict[str, Any]) -> dict[str, Any]:
 
 
 def points(rows: Any) -> np.ndarray:
-    """(rows, 3) of x, y and Q; nothing where a file holds anything else."""
+    """(rows, 3) of x, y and Q; no rows if the file holds anything else."""
     try:
         found = np.array(rows, np.float64)
     except (TypeError, ValueError):
@@ -60,13 +60,13 @@ def _pictures(run: Run, found: dict[str, Any]) -> Html:
 
 
 def ring(actions: np.ndarray) -> tuple[float, float]:
-    """Of the toy bandit: shares of actions within 0.1 of its best circle, and in its hole."""
+    """For the toy bandit: the shares of actions within 0.1 of its best circle, and in its hole."""
     radius = np.linalg.norm(actions[:, :2], axis=1)
     return float((np.abs(radius - 1) < 0.1).mean()), float((radius < INNER).mean())
 
 
 def picture(findings: dict[str, Any]) -> str:
-    """The same as one SVG file for the docs, from all findings of a run: a panel a way, dots for actions."""
+    """The same as one SVG file for the docs, from all findings of a run: one panel per way, one dot per action."""
     size, reach, found = 170, 1.7, _joined(findings)
     panels = []
     for i, way in enumerate(WAYS):
@@ -160,7 +160,7 @@ def _beliefs(run: Run) -> Html:
 
 
 def _curve(lines: list[dict[str, Any]], name: str, points: int = 150) -> list[np.ndarray]:
-    """Steps, then the mean over seeds of a metric, its least and its largest, thinned out."""
+    """Steps, and the means over seeds of a metric, its minimum and its maximum; thinned to about `points` steps."""
     rows = []
     for line in lines:
         row = [finite(line.get(key)) for key in ("step", name, f"{name}_min", f"{name}_max")]

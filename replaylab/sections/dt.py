@@ -1,4 +1,4 @@
-"""The return sweep: what was asked of a Decision Transformer, and what it achieved."""
+"""Report of the Decision Transformer: returns asked for, and returns achieved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GORMPO and MOPO in the report: how good the imagined world is, how the density judges, where the policy went."""
+"""Report of GORMPO and MOPO: errors of the dynamics ensemble, quality of the density, support of the policy."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _support(found: dict[str, Any]) -> Html:
     logged, imagined = (np.array(found[key], float).reshape(-1, 2) for key in ("logged", "imagined"))
     both = np.concatenate([logged, imagined])
     far = np.quantile(np.abs(logged), 0.99) * 3
-    shown = np.abs(both).max(1) <= far  # a few wild rows must not shrink the rest to a dot
+    shown = np.abs(both).max(1) <= far  # a few outliers must not shrink the rest to a dot
     kind = np.repeat([0.0, 1.0], [len(logged), len(imagined)])
     explained = [percent(share) for share in found.get("explained") or [None, None]]
     caption = (

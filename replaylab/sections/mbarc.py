@@ -1,4 +1,4 @@
-"""MBARC in the report: a film of dream and reality, what the reward model sees, where real steps and time went."""
+"""Report of MBARC: a film of dream and reality, the reward model's predictions, and the real steps and time spent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _epochs(run: Run, phase: str) -> list[dict[str, Any]]:
 
 
 def _judged(run: Run, phase: str) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-    """What was measured when a phase had ended, or before the next one: on which steps -> (epoch, found) each."""
+    """Which steps -> [(epoch, found), ...]: measured at the end of the phase, or on fresh steps before training."""
     after, before = enumerate(_epochs(run, phase)), enumerate(_epochs(run, "world"))
     found = {
         HELD_OUT: [(i, e["held_out"]) for i, e in after if "episodes" in (e.get("held_out") or {})],
@@ -172,7 +172,7 @@ def _ledger(run: Run) -> Html:
 
 
 def _played(world: list[dict[str, Any]]) -> Html:
-    """The curve of learning: what the policy scored in the real game, over real steps."""
+    """The learning curve: the policy's score in the real game, over real steps."""
     ended = [e for e in world if finite(e["collected"].get("mean_return")) is not None]
     if len(ended) < 2:
         return Html("")

@@ -1,4 +1,4 @@
-"""MOPO's part of the report is GORMPO's."""
+"""Report of MOPO: the same as that of GORMPO."""
 
 from replaylab.sections.gormpo import sections
 

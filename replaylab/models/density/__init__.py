@@ -1,4 +1,4 @@
-"""Density models: how likely is a (state, action) under the data? One file a kind, one small interface (`base.py`)."""
+"""Density models: how likely is a (state, action) under the data? One file per kind, with one interface (`base.py`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["INPUTS", "KINDS", "Density", "join", "make"]
 
 
 def make(kind: str, dim: int, seed: int = 0, **settings: Any) -> Density:
-    """A model of `dim` columns; `settings` are its constructor's. The same seed makes the same weights."""
+    """A model of `dim` columns; `settings` go to its constructor. The same seed gives the same weights."""
     if kind not in KINDS:
         raise UsageError(f"unknown density '{kind}'{nearest(kind, KINDS)}")
     known = {name: p.default for name, p in inspect.signature(KINDS[kind]).parameters.items() if name != "dim"}
@@ -36,13 +36,13 @@ def make(kind: str, dim: int, seed: int = 0, **settings: Any) -> Density:
         if name not in known:
             raise UsageError(f"{kind}: unknown setting '{name}'{nearest(name, known)}")
         _check(name, value, known[name])
-    with torch.random.fork_rng(devices=[]):  # nobody else's random numbers move
-        torch.default_generator.manual_seed(seed)  # the CPU's alone
+    with torch.random.fork_rng(devices=[]):  # does not affect other random numbers
+        torch.default_generator.manual_seed(seed)  # the CPU's only
         return KINDS[kind](dim, **settings)
 
 
 def _check(name: str, value: Any, default: Any) -> None:
-    """A setting is a count, a list of counts, or, where there is no default, a width that is found when not given."""
+    """By its default, a setting is a count, a list of counts, or (None) a positive number, fitted if not given."""
     if default is None:
         fits, wanted = value is None or (type(value) in (int, float) and 0 < value < math.inf), "a number above 0"
     elif isinstance(default, tuple):

@@ -1,7 +1,7 @@
-"""What every density model is: standardised columns in, log-densities out, thresholds from held-out data.
+"""The interface of density models: standardised columns in, log-densities out, thresholds from held-out data.
 
-model.standardise(train)          # its own mean and deviation
-model.loss(batch)                 # scalar to descend; `fit` for a model without gradients
+model.standardise(train)          # sets its mean and deviation
+model.loss(batch)                 # scalar to minimise; `fit` for a model without gradients
 model.log_prob(x)                 # (rows,) nats, of the standardised columns
 model.calibrate(validation)       # table of quantiles of log_prob, so in the same space as every later score
 model.threshold(1.0)              # the log_prob below which 1 % of the validation rows lie
@@ -20,7 +20,7 @@ from replaylab.errors import DataError, UsageError
 
 INPUTS = ("sa", "nsa", "sas")  # (s, a), GORMPO's (s', a), the whole transition (s, a, s')
 PERCENTILES = (0.1, 0.2, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 98, 99, 99.5, 99.9)
-FLOOR = -1e9  # a score that overflowed, or is not a number, is as unlikely as can be, and still finite
+FLOOR = -1e9  # lowest score, finite: also that of rows whose log-density overflows or is NaN
 CHUNK = 65_536  # rows scored together, so that memory stays bounded
 
 
@@ -30,7 +30,7 @@ class Density(nn.Module):
     percentiles: Tensor
     quantiles: Tensor
     report: dict[str, Any]  # what `replaylab.density.fit` found
-    needs_steps = True  # false: `fit` is all the training there is
+    needs_steps = True  # False: `fit` is the whole training
 
     def __init__(self, dim: int):
         super().__init__()
@@ -40,24 +40,24 @@ class Density(nn.Module):
         self.register_buffer("percentiles", torch.tensor(PERCENTILES))
         self.register_buffer("quantiles", torch.full((len(PERCENTILES),), torch.nan))  # until calibrated
 
-    # --- what a kind defines
+    # --- defined by each kind
 
     def log_density(self, z: Tensor) -> Tensor:  # (rows, dim) standardised -> (rows,)
         raise NotImplementedError
 
     def loss(self, x: Tensor) -> Tensor:
-        """Scalar to descend; by default minus the mean log-likelihood."""
+        """Scalar to minimise; by default the negative mean log-likelihood."""
         return -self.log_density(self.blur(x)).mean()
 
     def fit(self, train: Tensor, validation: Tensor) -> None:
-        """What is learned without gradients: nothing, for most."""
+        """Learn what needs no gradients; nothing for most kinds."""
 
-    # --- what all share
+    # --- shared by all
 
     def standardise(self, train: Tensor) -> None:
         self.mean.copy_(train.double().mean(0))
         std = train.double().std(0, correction=0)
-        self.std.copy_(torch.where(std > 1e-6, std, 1.0))  # a constant column stays one
+        self.std.copy_(torch.where(std > 1e-6, std, 1.0))  # a constant column is not scaled
 
     def blur(self, x: Tensor, scale: float = 0.02) -> Tensor:
         """Standardised rows for training, with a little noise: logged columns have atoms (a clipped action, a constant)
@@ -77,7 +77,7 @@ class Density(nn.Module):
         self.quantiles.copy_(torch.as_tensor(_quantiles(scores, self.percentiles), device=scores.device))
 
     def threshold(self, percentile: float = 1.0) -> float:
-        """The log_prob below which this percentage of the validation rows lies, between table entries by a line."""
+        """The log_prob below which this percentage of the validation rows lies; linear between table entries."""
         if self.quantiles.isnan().any():
             raise DataError("this density model has no thresholds yet: call calibrate(validation)")
         check_percentile(percentile)
@@ -100,7 +100,7 @@ def _quantiles(scores: Tensor, percentiles: Tensor) -> Tensor:
 
 
 def join(inputs: str, observations: Tensor, actions: Tensor, next_observations: Tensor) -> Tensor:
-    """The columns a model looks at: (..., dim)."""
+    """The input columns of a model: (..., dim)."""
     columns = {"sa": [observations, actions], "nsa": [next_observations, actions]}
     return torch.cat(columns.get(inputs, [observations, actions, next_observations]), -1)
 

@@ -1,4 +1,4 @@
-"""How well scores tell shifted rows from real ones."""
+"""How well scores separate shifted rows from real ones."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 
 
 def auroc(scores: Any, labels: Any) -> float:
-    """The probability that a random row labelled true scores above a random one labelled false, ties half."""
+    """The probability that a random row labelled true scores above a random one labelled false; ties count half."""
     scores, labels = np.asarray(scores, np.float64), np.asarray(labels, bool)
     positives, negatives = int(labels.sum()), int((~labels).sum())
     if not positives or not negatives:
         return math.nan
     _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = np.cumsum(counts) - (counts - 1) / 2  # from 1; equals share the mean of theirs
+    ranks = np.cumsum(counts) - (counts - 1) / 2  # from 1; ties share their mean rank
     return float((ranks[place][labels].sum() - positives * (positives + 1) / 2) / (positives * negatives))
 
 
 def detection(log_prob: np.ndarray, labels: np.ndarray, threshold: float) -> dict[str, float]:
-    """AUROC, and at the threshold: share of shifted rows found, share of real rows left alone, share right of all."""
+    """AUROC, and at the threshold: shares of shifted rows flagged, of real rows not flagged, of rows judged right."""
     flagged, labels = log_prob < threshold, np.asarray(labels, bool)
     found, kept = flagged[labels].mean(), (~flagged[~labels]).mean()
     accuracy = (flagged == labels).mean()
@@ -28,7 +28,7 @@ def detection(log_prob: np.ndarray, labels: np.ndarray, threshold: float) -> dic
 
 
 def doubts(kind: str, tests: list[dict[str, Any]]) -> list[str]:
-    """A note where a model fails the easiest test: rows that are hardly shifted may well look real, others not."""
+    """A note if a model fails the easiest test, that of the largest shift: a small shift may well look real."""
     easiest = max(tests, key=lambda test: abs(test["distance"]))
     if easiest["auroc"] >= 0.6:
         return []
@@ -39,7 +39,7 @@ def doubts(kind: str, tests: list[dict[str, Any]]) -> list[str]:
 
 
 def binned(log_prob: np.ndarray, labels: np.ndarray | None, threshold: float, bins: int = 40) -> dict[str, Any]:
-    """Shares of rows by log_prob. What lies far below the threshold is counted in the lowest bin."""
+    """Histogram of log_prob, as shares of rows. Rows far below the threshold are counted in the lowest bin."""
     high = float(np.percentile(log_prob, 99.9))
     low = max(float(log_prob.min()), threshold - 3 * max(high - threshold, 1.0))
     edges = np.linspace(low, max(high, low + 1e-6), bins + 1)

@@ -1,12 +1,12 @@
-"""Diffusion: learn to remove noise of every size, score by the probability-flow equation.
+"""Diffusion: learns to remove noise of every scale, and scores by the probability-flow equation.
 
-Data with noise, x + sigma eps, has a density for every sigma. Along the path (Song et al., 2021)
+Noisy data, x + sigma eps, has a density for every sigma. The path (Song et al., 2021)
 
-    dx / d ln sigma = x - D(x, sigma),     D the best guess of the clean row
+    dx / d ln sigma = x - D(x, sigma),     D the best estimate of the clean row
 
-rows keep their share of probability, so that log p(x) follows from where x arrives at the largest sigma, where the
-density is a plain normal, and from the divergence on the way (`ode.py`). The result is the log-density of the data
-blurred by the smallest sigma: deterministic, no noise drawn, exact up to the solver's step.
+preserves probability, so log p(x) follows from where x arrives at the largest sigma, where the density is a plain
+normal, and from the divergence along the path (`ode.py`). The result is the log-density of the data blurred by the
+smallest sigma: deterministic, no noise drawn, exact up to the solver's step.
 
 The network F enters as in Karras et al. (2022), D = x / (1 + sigma^2) + sigma / sqrt(1 + sigma^2) F: its target has
 unit variance at every sigma, and F = 0 is right for standardised data that happens to be normal.
@@ -57,7 +57,7 @@ class Diffusion(Density):
         return log_normal(latent / whole) - self.dim * math.log(whole) + log_det
 
     def denoise(self, x: Tensor, sigma: float) -> Tensor:
-        """D, of standardised rows."""
+        """D for standardised rows."""
         whole = math.sqrt(1 + sigma**2)
         known = min(max(sigma, SIGMA[0]), SIGMA[1])
         output = self.net(x / whole, x.new_full((len(x), 1), math.log(known) / 4))
@@ -65,7 +65,7 @@ class Diffusion(Density):
 
     @torch.no_grad()
     def sample(self, rows: int, seed: int = 0, evaluations: int = 51) -> Tensor:
-        """Rows like those of the data, by the package's one sampler, whose x = alpha clean + sigma noise is ours times
+        """Draw rows like those of the data, with `models.solver`: its x = alpha clean + sigma noise is the x here times
         alpha."""
         course = plan(evaluations)
         noise = torch.randn(rows, self.dim, generator=torch.Generator().manual_seed(seed)).to(self.mean.device)

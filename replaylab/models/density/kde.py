@@ -1,4 +1,4 @@
-"""Kernel density: the mean of Gaussian bumps on the training rows, exact and properly normalised.
+"""Kernel density: the mean of Gaussian kernels at the training rows, exact and properly normalised.
 
     log p(x) = log 1/n sum_i exp(-|x - c_i|^2 / 2 h^2) - dim/2 log(2 pi h^2)
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from replaylab.models.density.base import Density
 
-BLOCK = 2**24  # distances held at a time
+BLOCK = 2**24  # distances in memory at a time
 JUDGES = 1024  # held-out rows that choose the bandwidth
 
 
@@ -31,12 +31,12 @@ class KDE(Density):
         self.register_buffer("bandwidth", torch.tensor(bandwidth or torch.nan))
 
     def fit(self, train: Tensor, validation: Tensor) -> None:
-        """Every n-th training row becomes a centre; the rows come shuffled."""
+        """Make every n-th training row a centre (the rows are shuffled), and choose the bandwidth."""
         rows = torch.linspace(0, len(train) - 1, min(self.centres, len(train)), device=train.device).long()
         self.points = (train[rows] - self.mean) / self.std
         if self.fixed is None:
             z = (validation[:JUDGES] - self.mean) / self.std
-            rule = len(rows) ** (-1 / (self.dim + 4))  # Scott's, for independent columns: an upper end
+            rule = len(rows) ** (-1 / (self.dim + 4))  # Scott's, for independent columns: near the upper end
             grid = rule * torch.logspace(-1.2, 0.1, 14, device=z.device)
             scores = torch.stack([log_kernels(z, self.points, h).mean() for h in grid])
             self.bandwidth.copy_(grid[scores.nan_to_num(nan=-torch.inf).argmax()])
@@ -46,20 +46,20 @@ class KDE(Density):
 
     def _load_from_state_dict(self, state: dict, prefix: str, *rest: object) -> None:
         points = state.get(prefix + "points")
-        if points is not None:  # how many there are is known only from the file
+        if points is not None:  # their number is known only from the file
             self.points = points.to(self.points.device, copy=True)
         super()._load_from_state_dict(state, prefix, *rest)
 
 
 def log_kernels(z: Tensor, points: Tensor, bandwidth: Tensor) -> Tensor:
-    """(rows,) log of the mean Gaussian kernel; products of rows in full precision, since small distances matter."""
+    """(rows,) log of the mean Gaussian kernel; matrix products in full precision, since small distances matter."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     squares = points.square().sum(-1)
     rows = max(1, BLOCK // max(1, len(points)))
     sums = []
     for part in z.split(rows):
-        distances = torch.addmm(squares, part, points.T, alpha=-2)  # |x - c|^2 less |x|^2
+        distances = torch.addmm(squares, part, points.T, alpha=-2)  # |x - c|^2 - |x|^2
         exponents = distances.mul_(-0.5 / bandwidth.square())
         sums.append(exponents.logsumexp(-1) - 0.5 * part.square().sum(-1) / bandwidth.square())
     torch.set_float32_matmul_precision(precision)

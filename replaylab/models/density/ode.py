@@ -1,4 +1,4 @@
-"""Densities by an ordinary differential equation: the neural ODE, and what it shares with diffusion.
+"""Densities by an ordinary differential equation: the neural ODE, and the parts it shares with diffusion.
 
 A row moves along dx/dt = v(x, t) from the data (t = 0) to a standard normal (t = 1), and
 
@@ -9,7 +9,7 @@ hidden layers has it in closed form. With W1, W2, W3 its weights and d1, d2 the 
 
     tr(W3 diag(d2) W2 diag(d1) W1) = d2' M d1,    M = W2 * (W1 W3)'
 
-so one more product of the hidden width gives it exactly, gradient included: no estimator, no noise.
+so one more matrix product of the hidden width gives it exactly, with its gradient: no estimator, no noise.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class TraceNet(nn.Module):
         self.last = nn.Linear(width, dim)
         self.time = nn.Sequential(nn.Linear(1 + 2 * FREQUENCIES, width), nn.SiLU(), nn.Linear(width, 2 * width))
         self.register_buffer("frequencies", math.pi * 2.0 ** torch.arange(FREQUENCIES), persistent=False)
-        nn.init.zeros_(self.last.weight)  # at first nothing moves
+        nn.init.zeros_(self.last.weight)  # initially nothing moves
         nn.init.zeros_(self.last.bias)
 
     def layers(self, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        """What enters the two activations. `time` is (rows, 1) or (1, 1)."""
+        """The inputs of the two activations. `time` is (rows, 1) or (1, 1)."""
         angles = time * self.frequencies
         early, late = self.time(torch.cat([time, angles.sin(), angles.cos()], -1)).chunk(2, -1)
         a = self.first(x) + early
@@ -53,7 +53,7 @@ class TraceNet(nn.Module):
         return self.last(b * b.sigmoid())
 
     def mixing(self) -> Tensor:
-        """M of the formula above: the same at every point, so computed once a call."""
+        """M of the formula above: the same at every point, so computed once per call."""
         return self.second.weight * (self.first.weight @ self.last.weight).T
 
     def with_trace(self, x: Tensor, time: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ Motion = Callable[[Tensor, float], tuple[Tensor, Tensor]]  # (x, time) -> veloci
 
 
 def travel(motion: Motion, x: Tensor, start: float, end: float, steps: int) -> tuple[Tensor, Tensor]:
-    """Where x arrives, and the integral of the divergence on the way, by the classical Runge-Kutta method."""
+    """Where x arrives, and the integral of the divergence along the path, by the classical Runge-Kutta method."""
     total, h = x.new_zeros(len(x)), (end - start) / steps
     for i in range(steps):
         t = start + i * h

@@ -1,10 +1,10 @@
 """RealNVP (Dinh et al., 2017): an invertible network from data to a standard normal.
 
-A coupling leaves every second column as it is and moves the others by functions of them:
+A coupling keeps every second column and moves the others by functions of these:
 
     y = x exp(s) + t,   log |dy/dx| = sum s,   s = tanh(raw): a factor from 1/e to e
 
-The columns that stay alternate from one coupling to the next. One network gives raw and t of a coupling together.
+The kept columns alternate from one coupling to the next. One network outputs both raw and t of a coupling.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from replaylab.errors import UsageError
 from replaylab.models.density.base import Density, log_normal
 from replaylab.models.mlp import MLP
 
-# A compiler cannot make fewer kernels of it. Saying so imports the compiler, a second that only CUDA is worth.
+# Compiling would not save kernels here. `disable` imports the compiler, which takes a second: only with CUDA.
 uncompiled: Any = torch.compiler.disable if torch.cuda.is_available() else lambda method: method
 
 
@@ -29,7 +29,7 @@ class RealNVP(Density):
         super().__init__(dim)
         if dim < 2:
             raise UsageError("realnvp needs two columns at least: one coupling keeps some and moves the others")
-        self.couplings, wide = couplings, (dim + 1) // 2  # even columns; the odd ones may be one fewer
+        self.couplings, wide = couplings, (dim + 1) // 2  # number of even columns; there may be one odd column fewer
         self.nets = MLP([torch.default_generator] * couplings, wide, hidden, 2 * wide)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,9 +78,9 @@ def _parts(output: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 class Flow(torch.autograd.Function):
-    """All couplings, and their gradients by hand. The couplings follow each other, but the gradients of their weights
-    can wait for the end, where one batched product serves all of them; left to autograd a batch of 128 rows is twice as
-    many kernels. Inputs and gradients of each layer are written to where that product reads them."""
+    """All couplings, with a handwritten backward pass. The couplings run one after another, but the gradients of their
+    weights can wait for the end, where one batched product computes all of them; with autograd, a batch of 128 rows
+    takes twice as many kernels. Inputs and gradients of each layer are written to where that product reads them."""
 
     @staticmethod
     def forward(
@@ -118,7 +118,7 @@ class Flow(torch.autograd.Function):
         halves, of_det = list(gradients[:2]), gradients[2][:, None]
         rows = len(of_det)
         into = [of_det.new_empty(len(w), rows, w.shape[2]) for w in weights]  # gradients of the layers' outputs
-        into[-1].zero_()  # where a coupling moves one column fewer
+        into[-1].zero_()  # for couplings that move one column fewer
         for i in reversed(range(len(moves))):
             moved, scale, factor = moves[i]
             of_kept, of_new = halves[i % 2], halves[1 - i % 2]

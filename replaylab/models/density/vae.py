@@ -4,8 +4,8 @@ With z_i ~ q(z | x), the importance-weighted bound (Burda et al., 2016)
 
     log p(x) >= E log 1/k sum_i p(x | z_i) p(z_i) / q(z_i | x)
 
-is the ELBO for k = 1 and rises to log p(x) as k grows. Scoring takes the same k draws of noise for every row, kept with
-the weights: a row's score never changes from one call to the next.
+is the ELBO for k = 1 and rises to log p(x) as k grows. Scoring uses the same k draws of noise for every row, saved
+with the weights, so a row's score is the same in every call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class VAE(Density):
         self.register_buffer("noise", torch.randn(samples, latent))
 
     def decode(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log of the deviation of p(x | z)."""
+        """Mean and log standard deviation of p(x | z)."""
         mean, raw = self.decoder(latent).chunk(2, -1)
         low, high = LOG_STD
         return mean, low + (high - low) * torch.sigmoid(raw)
@@ -51,10 +51,10 @@ class VAE(Density):
 
     def log_density(self, z: Tensor) -> Tensor:
         posterior = self.encode(z)
-        return _bound(torch.stack([self.log_weight(z, *posterior, noise) for noise in self.noise]))  # little memory
+        return _bound(torch.stack([self.log_weight(z, *posterior, noise) for noise in self.noise]))  # saves memory
 
     def loss(self, x: Tensor) -> Tensor:
-        """The bound with a few fresh draws: with one, the ELBO, training lingers where the latent says nothing."""
+        """Minus the bound with a few fresh draws: with one, the ELBO, training lingers where the latent is unused."""
         z = self.blur(x)
         noise = torch.randn(TRAINING_SAMPLES, len(x), self.latent, device=x.device)
         return -_bound(self.log_weight(z, *self.encode(z), noise)).mean()
