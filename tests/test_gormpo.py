@@ -10,62 +10,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from imagining import make_log
+from imagining import CPU, make_agent, make_log, train
 
 import replaylab
-from replaylab import density
 from replaylab.algos import Spaces, gormpo, mopo
 from replaylab.cli import main
-from replaylab.config import write_yaml
 from replaylab.errors import DataError, UsageError
-from replaylab.evaluate import load_agent
-from replaylab.models import termination
 from replaylab.models.imagine import pack, unpack
 from replaylab.run import RunFolder
-from replaylab.step import Stepper
-
-CPU = torch.device("cpu")
-TINY = {
-    "steps": 12,
-    "batch_size": 20,
-    "hidden": [8, 8],
-    "density_steps": 6,
-    "dynamics_hidden": [8, 8],
-    "dynamics_batch": 64,
-    "members": 3,
-    "elites": 2,
-    "max_epochs": 2,
-    "rollout_batch": 30,
-    "rollout_every": 4,
-    "rollout_length": 3,
-    "real_ratio": 0.1,
-}
-
-
-def make_agent(log, seeds=(0,), module=gormpo, **settings):
-    agent = module.Agent(module.Config(**TINY | settings), Spaces.of(log), list(seeds), CPU)
-    return agent, agent.phases(log)
-
-
-def train(agent, phases, stop=None, at=(0, 0)):
-    """Phases as the trainer runs them, from `at` to (phase, step) `stop`."""
-    for index in range(at[0], len(phases)):
-        phase, done = phases[index], at[1] if index == at[0] else 0
-        stepper = Stepper(phase, CPU)
-        if phase.begin and done == 0:
-            phase.begin()
-        while done < phase.steps:
-            if stop == (index, done):
-                return
-            if phase.hook and done % phase.every == 0:
-                phase.hook(done)
-                if phase.stop and phase.stop():
-                    break
-            stepper.run(done, 1)
-            done += 1
-        if phase.finish:
-            json.dumps(phase.finish())
-
 
 # --- the agent
 
@@ -240,16 +192,6 @@ def test_constant_columns_stay_harmless():
     assert agent.ring.table.abs().max() < 100 and agent.imagination.survivors[0] > 20
 
 
-def test_a_loaded_run_foretells_with_its_own_ends(tmp_path):
-    log, settings = make_log(env_id="Pendulum-v1"), TINY | {"steps": 2, "device": "cpu"}
-    run = replaylab.train("mopo", log, out=tmp_path / "r", **settings)
-    agent, _, _ = load_agent(RunFolder(run), CPU)
-    assert list(termination.KNOWN)[int(agent.ends)] == "pendulum"
-    mean, disagreement = agent.predicted_return(torch.randn(5, agent.observation), 3)
-    assert mean.shape == disagreement.shape == (1,) and disagreement > 0
-    assert agent.imagined_states(torch.randn(5, agent.observation), 3).shape == (1, 5, agent.observation)
-
-
 # --- what goes wrong
 
 
@@ -320,96 +262,6 @@ def test_bad_settings(settings, complaint):
 def test_no_penalty_and_no_density_is_mbpo():
     agent, phases = make_agent(make_log(), density="none", penalty="none")
     assert [p.name for p in phases] == ["dynamics", "policy"] and "no penalty: MBPO" in " ".join(agent.notes)
-
-
-def test_a_density_of_other_columns_is_one_line(tmp_path):
-    density.fit(make_log(), "kde", tmp_path / "d", device="cpu", centres=50)
-    agent, phases = make_agent(make_log(), density_model=str(tmp_path / "d"))
-    assert [p.name for p in phases] == ["dynamics", "policy"]
-    train(agent, phases)
-    assert agent.imagination.metrics()["penalty"][0] > 0
-    with pytest.raises(DataError, match="2 observation and 1 action columns, the data has 2 and 2"):
-        make_agent(make_log(action=2), density_model=str(tmp_path / "d"))
-    make_agent(make_log(), module=mopo, density_model=str(tmp_path / "d"), penalty="tanh")  # MOPO's, and this one
-    with pytest.raises(UsageError, match="has density kde: leave --density out"):
-        make_agent(make_log(), density_model=str(tmp_path / "d"), density="vae")
-    with pytest.raises(UsageError, match="has density_inputs nsa: leave --density-inputs out"):
-        make_agent(make_log(), density_model=str(tmp_path / "d"), density_inputs="sas")
-
-
-def test_a_density_of_another_robot_is_one_line(tmp_path):
-    def of(env):
-        return dataclasses.replace(make_log(), meta={"env_id": env})
-
-    density.fit(of("d4rl/walker2d"), "kde", tmp_path / "d", device="cpu", centres=50)
-    make_agent(of("Walker2d-v5"), density_model=str(tmp_path / "d"), termination="none")
-    with pytest.raises(DataError, match="fitted on data of walker2d, this is of halfcheetah"):
-        make_agent(of("HalfCheetah-v5"), density_model=str(tmp_path / "d"), termination="none")
-
-
-def test_a_density_is_judged_at_the_threshold_that_is_used(tmp_path):
-    density.fit(make_log(), "kde", tmp_path / "d", device="cpu", centres=50)
-    rates = {}
-    for percentile in (1.0, 50.0):
-        agent, phases = make_agent(make_log(), density_model=str(tmp_path / "d"), percentile=percentile)
-        train(agent, phases)
-        found = agent._about_density()["density"]
-        assert found["percentile"] == percentile
-        rates[percentile] = found["tests"][0]["tnr"]
-    assert rates[1.0] - rates[50.0] > 0.2  # half of the data lies below its median
-    few = make_log().select(range(9))  # too few to hold some out, which only another threshold asks for
-    make_agent(few, density_model=str(tmp_path / "d"))
-    with pytest.raises(UsageError, match="10 episodes to hold some out"):
-        make_agent(few, density_model=str(tmp_path / "d"), percentile=50.0)
-
-
-def test_the_ensembles_of_another_run(tmp_path, capsys):
-    """Each seed takes its own; what is imagined with them is penalised by another density."""
-    replaylab.save(make_log(), tmp_path / "log.npz")
-    words = f"train mopo --data {tmp_path}/log.npz --preset debug --steps 3 --rollout-every 3 --device cpu --seeds 3 1"
-    assert main([*words.split(), "--out", str(tmp_path / "first")]) == 0
-    words = f"train gormpo --data {tmp_path}/log.npz --preset debug --steps 6 --rollout-every 3 --device cpu --seeds 1"
-    words += f" --dynamics-model {tmp_path}/first --density kde"
-    assert main([*words.split(), "--out", str(tmp_path / "second")]) == 0
-    first, second = (RunFolder(tmp_path / name) for name in ("first", "second"))
-    mine, theirs = second.weights(), first.weights()
-    assert torch.equal(mine["dynamics.elites"], theirs["dynamics.elites"][1:])
-    weight = theirs["dynamics.net.layers.1.weight"]
-    assert torch.equal(mine["dynamics.net.layers.1.weight"], weight[len(weight) // 2 :])
-    assert torch.equal(mine["dynamics.input_mean"], theirs["dynamics.input_mean"])
-    findings = second.info()["findings"]
-    assert "dynamics" not in findings and findings["policy"]["density"]["kind"] == "kde"
-    assert "Held-out rows" in (tmp_path / "second/report.html").read_text()
-    capsys.readouterr()
-    for change, complaint in (
-        ("--seeds 2", "has no seed 2; it has 3, 1"),
-        ("--dynamics-hidden 8 8", "another --members"),
-        (f"--dynamics-model {tmp_path}/none", "none"),
-        (f"--dynamics-model {tmp_path}/first", "has no ensemble that was trained to the end"),
-    ):
-        if "trained" in complaint:  # Diffusion-DICE's models are others, of the same name
-            write_yaml(first.path / "config.yaml", first.config() | {"system": "diffusion-dice"})
-        assert main([*words.split(), *change.split(), "--out", str(tmp_path / "third"), "--overwrite"]) == 2
-        assert complaint in capsys.readouterr().err
-
-
-def test_settings_that_trained_a_loaded_ensemble_are_refused(tmp_path):
-    """Unless nobody gave them, or they are the ones that it was trained with."""
-    replaylab.save(make_log(), tmp_path / "log.npz")
-    train_one = functools.partial(replaylab.train, data=tmp_path / "log.npz", device="cpu")
-    first = str(train_one("mopo", out=tmp_path / "first", patience=3, **TINY))
-    changes = {"dynamics_lr": 3e-4, "dynamics_batch": 32, "scale_targets": False, "patience": 4, "max_epochs": 50}
-    for name, value in changes.items():
-        with pytest.raises(UsageError, match=f"^{name} changes nothing of the ensembles of {first}"):
-            make_agent(make_log(), dynamics_model=first, **{name: value})
-    own, default, preset = {"patience": 3}, {"dynamics_batch": 256, "max_epochs": 200}, {"dynamics_batch": 1024}
-    for settings in (own, default, preset):
-        make_agent(make_log(), dynamics_model=first, **settings)
-    settings = TINY | own | {"dynamics_model": first, "density": "kde"}
-    second = train_one("gormpo", out=tmp_path / "second", **settings)
-    train_one("gormpo", out=second, resume=True, **settings | {"steps": 14})
-    train_one("gormpo", out=tmp_path / "third", config=second / "config.yaml")
-    assert RunFolder(tmp_path / "third").info()["status"] == "finished"
 
 
 def test_frames_and_discrete_actions_are_refused():
