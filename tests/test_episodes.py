@@ -54,6 +54,9 @@ def test_a_leaked_first_observation_is_not_taken_for_the_final_one():
     assert e.final_observations[:, 0].tolist() == [2, 6]  # the last observation stands in
     rolled = np.roll(rows(6), -1, axis=0)  # np.roll: the last row claims the very first observation
     assert simple(next_observations=rolled).final_known.tolist() == [False, False]
+    # the file holds something there, and it may even be true: an episode can end where the next one begins
+    [note] = e.meta["notes"]
+    assert "observation of 1 of 2 episodes is not trusted: their last next observation is the next episode's" in note
 
 
 def test_without_next_observations_finals_are_unknown_and_said_so():

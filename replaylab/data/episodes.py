@@ -361,7 +361,9 @@ def from_rows(
     if not marked[-1]:
         notes.append("the rows after the last boundary are kept as a truncated episode")
     if not known.all():
-        notes.append(f"the final observation of {(~known).sum()} of {len(last)} episodes is not in the file")
+        who = f"the final observation of {(~known).sum()} of {len(last)} episodes"
+        why = "their last next observation is the next episode's first one, as simulators with automatic resets write it"
+        notes.append(f"{who} is not in the file" if next_observations is None else f"{who} is not trusted: {why}")
     meta = dict(meta or {})
     meta["notes"] = [*meta.get("notes", []), *notes][:MAX_NOTES]
     return Episodes(
