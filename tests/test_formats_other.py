@@ -198,6 +198,26 @@ def test_a_name_that_two_columns_have_is_told(tmp_path, csv_reader):
         load(write_csv(tmp_path / "x.csv", CSV.replace("x2", "x1")), columns=TOLD | {"observations": ["x1"]})
 
 
+@pytest.mark.parametrize("ids", ["00 000 01 1", "1.1 1.10 1.100 2", "12345678901234567890 12345678901234567891 3 4"])
+def test_csv_ids_are_compared_as_text(tmp_path, csv_reader, ids):
+    rows = "".join(f"{name},{i},0.5,1.0\n" * 2 for i, name in enumerate(ids.split()))
+    e = load(write_csv(tmp_path / "x.csv", "episode,obs,action,reward\n" + rows))
+    assert e.offsets.tolist() == [0, 2, 4, 6, 8]
+
+
+def test_an_id_can_be_an_observation_too(tmp_path, csv_reader):
+    told = {"observations": ["day", "x"], "episode": "day"}
+    e = load(
+        write_csv(tmp_path / "x.csv", "day,x,action,reward\n07,1,0.5,1.0\n7,2,0.5,1.0\n9,3,0.5,1.0\n"), columns=told
+    )
+    assert e.observations.tolist() == [[7, 1], [7, 2], [9, 3]] and e.num_episodes == 3 and "left out" not in notes(e)
+    if csv_reader == "pyarrow":
+        data = {"day": [7, 7, 9], "x": [1.0, 2, 3], "action": [0.5] * 3, "reward": [1.0] * 3}
+        pyarrow.parquet.write_table(pa.table(data), tmp_path / "x.parquet")
+        e = load(tmp_path / "x.parquet", columns=told)
+        assert e.observations.tolist() == [[7, 1], [7, 2], [9, 3]] and e.num_episodes == 2
+
+
 def test_both_csv_readers_agree_on_a_million_cells(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     rows = np.column_stack([np.repeat(np.arange(100), 1000), rng.normal(size=(100_000, 9))])

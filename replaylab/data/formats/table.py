@@ -22,6 +22,7 @@ from replaylab.errors import DataError, MissingExtra, require
 __all__ = ["parse_columns", "read", "sniff"]
 
 PIECE = 20_000  # rows of text held at a time
+ID = "episode id: "  # before a column's name: its cells as ids, beside their numbers where it has another role too
 TRUTH = {"true": True, "false": False, "yes": True, "no": False}
 
 
@@ -37,12 +38,14 @@ def read(path: Path, options: Options) -> Episodes:
         parquet = file.read(4) == b"PAR1" or path.suffix.lower() in (".parquet", ".pq")
     names, columns, roles = _parquet(path, options) if parquet else _csv(path, options)
     notes = []
-    if left := [n for n in names if n not in columns]:
+    if left := [n for n in names if n not in _used(names, roles)]:
         notes.append(f"columns left out: {', '.join(left[:10])}{' ...' if len(left) > 10 else ''}")
     observed = roles["observations"] + roles.get("next_observations", [])
     columns |= {n: columns[n].astype(np.float64) for n in observed}  # some of them may have been whole numbers
     if len(roles["actions"]) == 1 and columns[roles["actions"][0]].dtype.kind in "iu":
         notes.append("actions are whole numbers and are taken as discrete choices; write amounts as 1.0, not 1")
+    if "episode" in roles:
+        roles["episode"] = [ID + name for name in roles["episode"]]
     return assemble(columns, replace(options, columns=roles), {"notes": notes})
 
 
@@ -59,17 +62,19 @@ def _parquet(path: Path, options: Options) -> tuple[list[str], dict[str, np.ndar
         check_size("the table", file.metadata.num_rows * len(used) * 8, path.stat().st_size)
         table = file.read(columns=used, use_threads=False)
         table.validate(full=True)
-    return names, _columns(table, used, roles), roles
+    return names, _columns(table, roles), roles
 
 
-def _columns(table: Any, used: list[str], roles: dict[str, list[str]]) -> dict[str, np.ndarray]:
+def _columns(table: Any, roles: dict[str, list[str]]) -> dict[str, np.ndarray]:
     if not table.num_rows:
         raise DataError("the table has no rows")
-    return {name: _arrow(name, table.column(name), roles) for name in used}
+    numbers, ids = _numbers_and_ids(roles)
+    columns = {name: _arrow(name, table.column(name), False) for name in numbers}
+    return columns | {ID + name: _arrow(name, table.column(name), True) for name in ids}
 
 
-def _arrow(name: str, column: Any, roles: dict[str, list[str]]) -> np.ndarray:
-    """An Arrow column as numbers; a column of equally long lists as a matrix; ids of episodes as they are."""
+def _arrow(name: str, column: Any, ids: bool) -> np.ndarray:
+    """An Arrow column as numbers; a column of equally long lists as a matrix; ids of episodes numbered."""
     types = require("pyarrow.types", "reading tables")
     if column.null_count:
         raise DataError(f"column '{name}', row {_first(column.is_null())} is empty")
@@ -79,7 +84,7 @@ def _arrow(name: str, column: Any, roles: dict[str, list[str]]) -> np.ndarray:
         if len(lengths) != 1 or len(flat) != lengths[0] * len(column):
             raise DataError(f"column '{name}' holds lists of different lengths")
         return _finite(name, flat.reshape(len(column), lengths[0]))
-    if name in roles.get("episode", []):
+    if ids:
         return column.combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
     if types.is_string(column.type) or types.is_large_string(column.type):
         return _finite(name, _numbers(name, column.to_pylist(), 1))
@@ -97,32 +102,37 @@ def _csv(path: Path, options: Options) -> tuple[list[str], dict[str, np.ndarray]
         delimiter = max(",;\t", key=first.count)
         names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
     roles = choose(names, options.columns)
-    used = _used(names, roles)
+    _used(names, roles)  # refuses two columns of one name
     try:
         arrow = require("pyarrow.csv", "reading CSV fast")
     except MissingExtra:
-        return names, _csv_plain(path, delimiter, names, used, roles), roles
-    return names, _csv_arrow(arrow, path, delimiter, names, used, roles), roles
+        return names, _csv_plain(path, delimiter, names, roles), roles
+    return names, _csv_arrow(arrow, path, delimiter, names, roles), roles
 
 
 def _csv_arrow(
-    arrow: Any, path: Path, delimiter: str, names: list[str], used: list[str], roles: dict[str, list[str]]
+    arrow: Any, path: Path, delimiter: str, names: list[str], roles: dict[str, list[str]]
 ) -> dict[str, np.ndarray]:
+    text = require("pyarrow", "reading CSV fast").string()  # 01 and 1 are two ids, though one number
     table = arrow.read_csv(
         path,
         read_options=arrow.ReadOptions(use_threads=False, column_names=names, skip_rows=1),
         parse_options=arrow.ParseOptions(delimiter=delimiter),
-        convert_options=arrow.ConvertOptions(include_columns=used, null_values=[""], strings_can_be_null=True),
+        convert_options=arrow.ConvertOptions(
+            include_columns=_used(names, roles),
+            column_types=dict.fromkeys(roles.get("episode", []), text),
+            null_values=[""],
+            strings_can_be_null=True,
+        ),
     )
-    return _columns(table, used, roles)
+    return _columns(table, roles)
 
 
-def _csv_plain(
-    path: Path, delimiter: str, names: list[str], used: list[str], roles: dict[str, list[str]]
-) -> dict[str, np.ndarray]:
+def _csv_plain(path: Path, delimiter: str, names: list[str], roles: dict[str, list[str]]) -> dict[str, np.ndarray]:
     """The same without pyarrow, in pieces, so that the text of the whole file is never held."""
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in used}
-    ids: dict[str, int] = {}
+    numbers, ids = _numbers_and_ids(roles)
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*numbers, *(ID + name for name in ids))}
+    seen: dict[str, int] = {}
     with path.open(newline="", encoding="utf-8-sig") as file:
         lines = (cells for cells in csv.reader(file, delimiter=delimiter) if cells)
         next(lines, None)
@@ -132,11 +142,10 @@ def _csv_plain(
                 if len(cells) != len(names):
                     raise DataError(f"row {row + i} has {len(cells)} cells, the header {len(names)}")
             text = dict(zip(names, zip(*piece, strict=True), strict=True))
-            for name in used:
-                if name in roles.get("episode", []):
-                    parts[name].append(np.array([ids.setdefault(cell, len(ids)) for cell in text[name]]))
-                else:
-                    parts[name].append(_finite(name, _numbers(name, text[name], row), row))
+            for name in numbers:
+                parts[name].append(_finite(name, _numbers(name, text[name], row), row))
+            for name in ids:
+                parts[ID + name].append(np.array([seen.setdefault(cell, len(seen)) for cell in text[name]]))
             row += len(piece)
     if row == 1:
         raise DataError("the table has no rows")
@@ -177,3 +186,9 @@ def _used(names: list[str], roles: dict[str, list[str]]) -> list[str]:
         if times > 1:
             raise DataError(f"{times} columns are named '{name}'")
     return list(dict.fromkeys(name for found in roles.values() for name in found))
+
+
+def _numbers_and_ids(roles: dict[str, list[str]]) -> tuple[list[str], list[str]]:
+    """The columns to read as numbers, and those to read as ids of episodes; one may be among both."""
+    numbers = [name for role, found in roles.items() if role != "episode" for name in found]
+    return list(dict.fromkeys(numbers)), roles.get("episode", [])
