@@ -362,7 +362,7 @@ def from_rows(
         notes.append("the rows after the last boundary are kept as a truncated episode")
     if not known.all():
         who = f"the final observation of {(~known).sum()} of {len(last)} episodes"
-        why = "their last next observation is the next episode's first one, as simulators with automatic resets write it"
+        why = "their last next observation is the next episode's first, as simulators with automatic resets write it"
         notes.append(f"{who} is not in the file" if next_observations is None else f"{who} is not trusted: {why}")
     meta = dict(meta or {})
     meta["notes"] = [*meta.get("notes", []), *notes][:MAX_NOTES]

@@ -32,6 +32,9 @@ from replaylab.page import (
     write_page,
 )
 
+LARGE_PART = 0.2  # of the sum of |reward|
+FLOAT32_STEPS = 100  # a column that spans fewer keeps less than two decimal digits in float32
+TINY = 1e-4  # of a smaller standard deviation, the 1e-6 that standardising adds is more than a hundredth
 HUGE = float(np.sqrt(np.finfo(np.float32).max))  # its square, as in a loss, is still finite in float32
 LISTED = 64  # wider arrays (pixels) are described as a whole, not by column
 QUANTILES = {"5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95}
@@ -65,7 +68,9 @@ def summarize(episodes: Episodes) -> dict[str, Any]:
         "bytes": int(episodes.nbytes),
         "warnings": [
             *_number_warnings(episodes, observations, actions, rewards),
+            *_scale_warnings(episodes.observations, observations),
             *_boundary_warnings(episodes),
+            *_reward_warnings(episodes),
             *_action_warnings(episodes, action),
             *[str(note) for note in episodes.meta.get("notes") or []],
         ],
@@ -186,6 +191,42 @@ def _number_warnings(episodes: Episodes, observations: Columns, actions: Columns
     if rewards.low[0] == rewards.high[0]:
         found.append(f"every reward is {number(rewards.low[0])}: there is nothing to prefer")
     return found
+
+
+def _scale_warnings(observations: np.ndarray, columns: Columns) -> list[str]:
+    """Training standardises in float32, which wipes out columns with a large offset or a tiny unit."""
+    if observations.ndim > 2:  # a pixel of an image may well hardly ever change
+        return []
+    varies = columns.low < columns.high
+    largest = np.maximum(np.abs(columns.low), np.abs(columns.high))
+    step = np.spacing(np.where(varies, largest, 1).clip(max=HUGE).astype(np.float32)).astype(np.float64)
+    coarse = np.flatnonzero(varies & (columns.high - columns.low < FLOAT32_STEPS * step))
+    if len(coarse):
+        # float32 holds whole numbers exactly while its step is at most 1: counts and ids are fine
+        whole = step[coarse] <= 1
+        for part in pieces(observations):
+            whole &= (part[:, coarse] == np.round(part[:, coarse])).all(0)
+        coarse = coarse[~whole]
+    found, names = [], _names("observation", observations.shape[1:])
+    if len(coarse):
+        why = "values so far from 0 that float32 rounds most of their differences away; subtract an offset"
+        found.append(f"large offset: {_some([names[i] for i in coarse])}: {why} before you train")
+    if (tiny := np.flatnonzero(varies & (columns.std < TINY))).size:
+        why = "standardising adds 1e-6 to the standard deviation, which here is not small beside it; rescale the column"
+        found.append(f"tiny unit: {_some([names[i] for i in tiny])}: {why} before you train")
+    return found
+
+
+def _reward_warnings(episodes: Episodes) -> list[str]:
+    sizes = np.nan_to_num(np.abs(episodes.rewards.astype(np.float64)), posinf=0)
+    lost = ~episodes.backup_known
+    part = sizes[lost].sum() / max(sizes.sum(), np.finfo(np.float64).tiny)
+    if part < LARGE_PART:
+        return []
+    where = f"{100 * part:.0f} % of the reward (as sum of |reward|) lies on {count(int(lost.sum()), 'row')} that"
+    have = "has no known next observation and is" if lost.sum() == 1 else "have no known next observation and are"
+    advice = "mark the last row of an episode as terminated, or give the next observations"
+    return [f"{where} {have} not marked as terminated: methods that learn values cannot learn from them; {advice}"]
 
 
 def _boundary_warnings(episodes: Episodes) -> list[str]:
