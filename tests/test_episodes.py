@@ -7,6 +7,7 @@ import pytest
 
 from replaylab.data.ends import jumps
 from replaylab.data.episodes import Episodes, concatenate, from_rows
+from replaylab.data.inspect import summarize
 from replaylab.errors import DataError
 
 
@@ -223,3 +224,24 @@ def test_returns_to_go_and_statistics():
     assert e.returns_to_go().tolist() == [3, 3, 2, 12, 9, 5]
     mean, std = e.observation_stats()
     assert mean[0] == 2.5 and np.isclose(std[0], np.std(np.arange(6)))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "meta", "box"),
+    [
+        ([0, 0], [0.1, 0.5], {}, ([0, 0], [0.1, 0.5])),  # doses: a policy must not answer negative ones
+        ([0, 0], [1, 1], {}, ([0, 0], [1, 1])),
+        ([-0.01, -0.5], [0.02, 0.5], {}, ([-0.01, -0.5], [0.02, 0.5])),  # small units
+        ([-0.1, 0], [0.1, 0.9], {}, ([-0.1, 0], [0.1, 0.9])),  # no column has both signs and goes beyond a half
+        ([-0.1, -0.6], [0.1, 0.2], {}, ([-1, -1], [1, 1])),  # like a robot's
+        ([-1, -1.5], [1, 0.2], {}, ([-1, -1.5], [1, 0.2])),
+        ([0, 0], [0.1, 0.5], {"env_id": "d4rl/hopper"}, ([-1, -1], [1, 1])),
+        ([0, 0], [0.1, 0.5], {"action_low": -2, "action_high": 3}, ([-2, -2], [3, 3])),
+    ],
+)
+def test_the_box_of_actions(low, high, meta, box):
+    actions = np.array([low, high] * 3, np.float32)
+    e = from_rows(rows(6), actions, np.zeros(6), flags(6, 5), meta=meta)
+    np.testing.assert_array_equal(e.action_bounds, np.array(box, np.float32))
+    told = summarize(e)["action"]
+    np.testing.assert_array_equal([told["low"], told["high"]], np.array(box, np.float32))

@@ -135,15 +135,23 @@ class Episodes:
 
     @cached_property
     def action_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lowest and highest action: as the source declares, else [-1, 1] if the data fits into it, else its range."""
+        """Lowest and highest action: as the source declares, else [-1, 1] if that may be assumed, else its range."""
         if "action_low" in self.meta and "action_high" in self.meta:
             shape = self.actions.shape[1:]
             low, high = (np.asarray(self.meta[k], np.float32) for k in ("action_low", "action_high"))
             return np.broadcast_to(low, shape).copy(), np.broadcast_to(high, shape).copy()
         low, high = self.actions.min(0).astype(np.float32), self.actions.max(0).astype(np.float32)
-        if low.min() >= -1 and high.max() <= 1:
+        if self.assumes_unit_box(low, high):
             return -np.ones_like(low), np.ones_like(high)
         return low, high
+
+    def assumes_unit_box(self, low: np.ndarray, high: np.ndarray) -> bool:
+        """Whether actions of this range, in each column, are taken to come from [-1, 1]: they fit into it, and either
+        the data names its environment or a column has both signs and goes beyond a half. Doses of 0 to 0.1 fit too, but
+        a policy with that box would answer negative ones."""
+        fit = bool(low.min() >= -1 and high.max() <= 1)
+        wide = (low < 0) & (high > 0) & (np.maximum(-low, high) > 0.5)
+        return fit and (self.env_id is not None or bool(wide.any()))
 
     @property
     def env_id(self) -> str | None:

@@ -149,7 +149,7 @@ def _bounds(episodes: Episodes, columns: Columns) -> tuple[np.ndarray, np.ndarra
     if {"action_low", "action_high"} <= episodes.meta.keys():
         low, high = episodes.action_bounds
         return low.ravel().astype(np.float64), high.ravel().astype(np.float64), "declared"
-    if (columns.low >= -1).all() and (columns.high <= 1).all():
+    if episodes.assumes_unit_box(columns.low, columns.high):
         return -np.ones_like(columns.low), np.ones_like(columns.high), "assumed"
     return columns.low, columns.high, "observed"
 
