@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import platform
 import re
 import types
 import typing
@@ -187,10 +188,14 @@ def write_yaml(path: Path, values: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file atomically: if writing fails, as on a full disk, the old one stays."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
+    """Replace a file atomically: if writing fails, as on a full disk, the old one stays. Several processes may do so
+    at once: each writes a part of its own, and the last one to finish wins."""
+    part = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.part")  # hosts may share a folder
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

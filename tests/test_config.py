@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,7 +11,19 @@ import pytest
 import yaml
 
 from replaylab.algos import SYSTEMS, system
-from replaylab.config import COUNT, RATE, SHARE, Settings, Within, add_arguments, knob, read_yaml, resolve, write_yaml
+from replaylab.config import (
+    COUNT,
+    RATE,
+    SHARE,
+    Settings,
+    Within,
+    add_arguments,
+    knob,
+    read_yaml,
+    resolve,
+    write_whole,
+    write_yaml,
+)  # fmt: skip
 from replaylab.errors import UsageError, nearest
 from replaylab.trainer import Options
 
@@ -140,3 +153,17 @@ def test_numbers_stay_within_their_limits(given, told):
         with pytest.raises(UsageError) as error:
             make()
         assert str(error.value) == told
+
+
+def test_two_processes_may_write_a_file_at_once(tmp_path, monkeypatch):
+    replace, pids = os.replace, iter([1, 2])
+
+    def meanwhile(part, path):
+        monkeypatch.setattr(os, "replace", replace)
+        write_whole(path, "of the second")
+        replace(part, path)
+
+    monkeypatch.setattr(os, "getpid", lambda: next(pids))
+    monkeypatch.setattr(os, "replace", meanwhile)
+    write_whole(tmp_path / "file", "of the first")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "of the first"
