@@ -135,6 +135,8 @@ class Policy:
         shape = tuple(self.spaces.seen)
         if observations.shape[-len(shape) :] != shape or observations.ndim > len(shape) + 1:
             raise UsageError(f"the policy takes observations of shape {shape} or (batch, {', '.join(map(str, shape))})")
+        if not np.isfinite(observations).all():
+            raise UsageError("the observations hold NaN or infinity: a policy's answer to them would mean nothing")
         batch = torch.as_tensor(observations.reshape(1, -1, *shape), device=self.device)
         if self.state is None and hasattr(self.agent, "begin"):
             self.state = self.agent.begin(batch.shape[1], [] if self.target is None else [self.target])

@@ -215,6 +215,22 @@ def test_assess_and_play_by_the_command_line(tmp_path, capsys, monkeypatch):
     assert run(capsys, "play", str(path), "--port", "8123")[0] == 0 and asked == [(str(path), 8123, "auto")]
 
 
+def test_an_option_that_is_given_twice_is_joined(tmp_path, capsys):
+    parts = [str(save(make_episodes(seed=i), tmp_path / f"{i}.npz")) for i in range(2)]
+    words = ["--data", parts[0], "--data", parts[1], "--preset", "debug", "--device", "cpu", "--out"]
+    assert run(capsys, "train", "bc", *words, str(tmp_path / "r"))[0] == 0
+    assert RunFolder(tmp_path / "r").config()["data"] == parts
+
+
+def test_what_cannot_be_assessed_is_trained_and_reported(tmp_path, capsys):
+    log, folder = tmp_path / "log.csv", tmp_path / "r"
+    log.write_text("\n".join(["trip,x,a,gain", *(f"{i},{i % 7},{i % 3 - 0.5},{i % 2}" for i in range(60))]))
+    words = ["--columns", "observations=x", "actions=a", "rewards=gain", "episode=trip", "--steps", "3"]
+    code, out, err = run(capsys, "train", "bc", "--data", str(log), *words, "--device", "cpu", "--out", str(folder))
+    assert code == 0 and "not assessed: too few rows say what followed" in out, err
+    assert (folder / "report.html").exists()
+
+
 def test_a_log_to_assess_by_is_read_as_the_runs_own(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("replaylab.offpolicy.QUICK", Budget(2000, 30, (16, 16), 50))
     rows = [f"{i // 10},{i % 7},{i % 3 - 0.5},{i % 2}" for i in range(60)]

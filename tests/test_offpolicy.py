@@ -124,6 +124,19 @@ def test_what_a_cut_episode_would_have_earned_counts():
     assert any("cut off" in line for line in found["limits"])
 
 
+def test_what_follows_a_cut_is_the_behaviours_not_its_clones():
+    """r = -a^2 and actions of -1 and 1 at random: the behaviour has -1 a step, a clone, which answers 0, nothing."""
+    rows = 400
+    rng = np.random.default_rng(0)
+    ends = np.arange(rows) % 5 == 4
+    observations = rng.standard_normal((rows + 1, 2)).astype(np.float32)
+    actions = rng.choice([-1.0, 1.0], (rows, 1)).astype(np.float32)
+    rewards = -(actions[:, 0] ** 2)
+    log = from_rows(observations[:-1], actions, rewards, ends & False, ends, observations[1:])
+    found = assess_agent(Constant(0.3), Spaces.of(log), [0], log, budget=SMALL)
+    assert abs(found["fqe"]["data"]["mean"] + 10) < 0.7
+
+
 def test_discounted_returns_by_hand():
     log = make_episodes((3, 1, 2))
     r = log.rewards.astype(float)
@@ -358,7 +371,10 @@ def test_the_report_shows_it(run):
     assess(out, folder / "held.npz", device="cpu", budget=TINY)
     ((title, body),) = without_simulator(read_runs([out])[0])
     assert title == "Without a simulator" and "What cannot be known" in body and "policy, seed 1" in body
-    assert body.count("<svg") >= 4 and "Nothing here was measured" in body
+    assert body.count("<svg") >= 4 and "Nothing here was measured" in body and "assess` again" not in body
+    path = out / "offpolicy.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 5}))
+    assert "at step 5; the run is at step 20" in without_simulator(read_runs([out])[0])[0][1]
 
 
 def damaged(value, rng):

@@ -46,6 +46,8 @@ def test_it_learns_what_is_there_to_learn(log, tmp_path):
     assert lines[-1]["step"] == 2000 and lines[-1]["loss"] < lines[0]["loss"] / 10
     assert RunFolder(run).info()["status"] == "finished"
     np.testing.assert_allclose(policy.act(log.observations[0]), policy.act(log.observations[:1])[0], rtol=1e-5)
+    with pytest.raises(UsageError, match="NaN or infinity"):
+        policy.act(np.full_like(log.observations[0], np.nan))
 
 
 def test_the_learning_rate_falls_along_a_cosine(log):

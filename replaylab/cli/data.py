@@ -35,7 +35,9 @@ def build_data(verbs: Any, words: Sequence[str]) -> None:
     verb.add_argument("--recipe", required=True, metavar="pca-quadrant|reward-action-box")
     verb.add_argument("--out", required=True)
     verb.add_argument("--seed", type=int, default=0)
-    verb.add_argument("--set", nargs="+", metavar="NAME=JSON", help="parameters of the recipe, such as keep=0.05")
+    verb.add_argument(
+        "--set", nargs="+", action="extend", metavar="NAME=JSON", help="parameters of the recipe, such as keep=0.05"
+    )
     verb.add_argument("--overwrite", action="store_true")
     data_options(verb)
     verb = add_verb(inner, "corrupt", "a labelled test set: episodes as they are, and the same shifted", _data_corrupt)

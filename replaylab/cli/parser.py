@@ -59,7 +59,9 @@ def add_verb(verbs: Any, name: str, help: str, run: Any) -> argparse.ArgumentPar
 def data_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reading data")
     group.add_argument("--format", help="file format; found from the file when not given")
-    group.add_argument("--columns", nargs="+", metavar="NAME=COLUMN[,COLUMN]", help="which columns of a file are what")
+    group.add_argument(
+        "--columns", nargs="+", action="extend", metavar="NAME=COLUMN[,COLUMN]", help="which columns of a file are what"
+    )
     group.add_argument("--max-episode-steps", type=int, metavar="N", help="an episode ends after N steps")
     group.add_argument("--split", choices=["flags", "discontinuity"], help="where unmarked episodes end")
     replay = parser.add_argument_group("reading a part of a DQN-replay log")

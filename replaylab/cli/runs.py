@@ -16,7 +16,7 @@ from replaylab.algos import SYSTEMS, system
 from replaylab.cli.parser import Parser, add_verb, assignments, data_options, read_options
 from replaylab.config import add_arguments, add_sweep_arguments
 from replaylab.data.read import TOYS
-from replaylab.errors import UsageError
+from replaylab.errors import ReplaylabError, UsageError
 from replaylab.evaluate import pick_device
 from replaylab.page import count
 from replaylab.run import RunFolder
@@ -43,7 +43,9 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
 
     verb = add_verb(verbs, "assess", "what logs alone can tell about a policy, without a simulator", _assess)
     verb.add_argument("folder", metavar="RUN")  # not `run`: that holds the verb's function
-    verb.add_argument("--data", nargs="+", metavar="X", help="logs to judge by, at best unseen; default: its own")
+    verb.add_argument(
+        "--data", nargs="+", action="extend", metavar="X", help="logs to judge by, at best unseen; default: its own"
+    )
     verb.add_argument("--quick", action="store_true", help="a smaller estimate, under a minute on a CPU")
     verb.add_argument("--gamma", type=float, help="discount of the estimate; default: the run's own, else 0.99")
     verb.add_argument("--json", action="store_true", help="print as JSON")
@@ -107,7 +109,7 @@ def _build_train(verbs: Any, words: Sequence[str]) -> None:
         parser.set_defaults(system=name)
         online = getattr(module, "ONLINE", False)  # makes its own data: `train` rejects --data
         data_help = argparse.SUPPRESS if online else "files or folders; several are joined"
-        parser.add_argument("--data", nargs="+", metavar="X", help=data_help)
+        parser.add_argument("--data", nargs="+", action="extend", metavar="X", help=data_help)
         if not online:
             data_options(parser)
         parser.add_argument("--out", metavar="D", help="run folder (default: runs/SYSTEM-DATA)")
@@ -126,7 +128,9 @@ def _build_density(verbs: Any) -> None:
     density = add_verb(verbs, "density", "how likely are states and actions under the data", None)
     inner = density.add_subparsers(title="density verbs", required=True, metavar="VERB", parser_class=Parser)
     verb = add_verb(inner, "fit", "fit a density model, with thresholds and a test on shifted rows", _density_fit)
-    verb.add_argument("--data", nargs="+", required=True, metavar="X", help="files or folders; several are joined")
+    verb.add_argument(
+        "--data", nargs="+", action="extend", required=True, metavar="X", help="files or folders; several are joined"
+    )
     verb.add_argument("--kind", required=True, metavar="realnvp|vae|kde|diffusion|neuralode", help="of density model")
     verb.add_argument("--out", required=True, metavar="D", help="the model's folder")
     verb.add_argument("--inputs", metavar="sa|nsa|sas", help="(s, a), (s', a) or (s, a, s') (default: nsa)")
@@ -143,14 +147,16 @@ def _build_density(verbs: Any) -> None:
         metavar="R",
         help="shifts of the test; default: GORMPO's for its robots, else half and one deviation",
     )
-    verb.add_argument("--set", nargs="+", metavar="NAME=JSON", help="settings of the kind, such as couplings=8")
+    verb.add_argument(
+        "--set", nargs="+", action="extend", metavar="NAME=JSON", help="settings of the kind, such as couplings=8"
+    )
     verb.add_argument("--seed", type=int, default=0, help="of its first weights and of the split")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     verb.add_argument("--overwrite", action="store_true", help="write over a density that is there")
     data_options(verb)
     verb = add_verb(inner, "score", "how likely other data is under a density model", _density_score)
     verb.add_argument("folder", metavar="D")
-    verb.add_argument("--data", nargs="+", required=True, metavar="Y")
+    verb.add_argument("--data", nargs="+", action="extend", required=True, metavar="Y")
     verb.add_argument("--percentile", type=float, metavar="P", help="default: the one it was fitted with")
     verb.add_argument("--out", metavar="PAGE", help="write a page with a histogram")
     verb.add_argument("--json", action="store_true", help="print as JSON")
@@ -181,7 +187,10 @@ def _train(args: argparse.Namespace) -> None:
     elif unseen:
         from replaylab.offpolicy import assess, summary
 
-        print("\n".join(summary(assess(path, quick=pick_device(device).type == "cpu", device=device))))
+        try:
+            print("\n".join(summary(assess(path, quick=pick_device(device).type == "cpu", device=device))))
+        except ReplaylabError as error:  # the run itself is finished
+            print(f"not assessed: {error}")
     print(f"run folder: {path}\nreport:     {report([path], path / 'report.html')}")
 
 

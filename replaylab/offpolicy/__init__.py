@@ -72,7 +72,8 @@ def assess(
         agent, spaces, seeds, episodes,
         train=train, gamma=gamma, device=where, budget=budget or (QUICK if quick else FULL),
     )  # fmt: skip
-    found = {"system": config.get("system"), "data": sources, "quick": quick} | found
+    step = int(folder.checkpoints()[-1].name.removeprefix("step-"))
+    found = {"system": config.get("system"), "step": step, "data": sources, "quick": quick} | found
     write_whole(folder.path / FILE, json.dumps(found))
     return found
 
@@ -280,7 +281,7 @@ def limits(found: dict[str, Any]) -> list[str]:
     count = found["episodes"]
     said.append(
         f"{count} episodes show nothing about rare harm: what never happened in them may still happen in up to "
-        f"{min(1.0, 3 / count):.1%} of the episodes."
+        f"{100 * min(1.0, 3 / count):.2g}% of the episodes."
     )
     return [*said, *ALWAYS]
 

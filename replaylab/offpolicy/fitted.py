@@ -104,7 +104,10 @@ class Folds:
         outside = [log.fold[log.episodes.episode_ids[log.usable]] != f for f in range(log.folds)]
         self.rows = [log.usable[mask] for mask in outside]
         if min(map(len, self.rows)) == 0:
-            raise DataError("too few episodes with a known successor to estimate anything from")
+            raise DataError(
+                "too few rows say what followed to estimate anything from: give next observations, or mark the rows "
+                "that end an episode as terminated"
+            )
         self.members = torch.arange(log.folds, device=log.device)[:, None]
 
     def draw(self, start: int, steps: int) -> np.ndarray:  # (steps, folds, batch)
@@ -218,7 +221,7 @@ def fitted_q(log: Log, tables: dict[Any, Tensor], gamma: float, budget: Budget) 
     logged = e.returns_to_go(gamma)[e.offsets[:-1]]
     cut = e.truncated[e.last_rows] & ~e.terminated[e.last_rows]
     weight = gamma ** e.lengths.astype(np.float64) * cut  # (episodes,) of what would have followed a cut
-    completed = logged + weight * _after_the_cut(machine, log, cloned, list(tables).index("clone"))
+    completed = logged + weight * _after_the_cut(machine, log, behaviour)
     scale = float(np.std(completed)) or machine.scale
     found = {}
     for i, name in enumerate(tables):  # the behaviour is the last one
@@ -242,13 +245,14 @@ def fitted_q(log: Log, tables: dict[Any, Tensor], gamma: float, budget: Budget) 
 
 
 @torch.no_grad()
-def _after_the_cut(machine: FittedQ, log: Log, actions: Tensor, which: int) -> np.ndarray:
-    """(episodes,) the clone's value at each final observation, by the fold that did not see the episode."""
+def _after_the_cut(machine: FittedQ, log: Log, behaviour: Tensor) -> np.ndarray:
+    """(episodes,) the behaviour's value at each final observation, by the fold that did not see the episode. A clone's
+    value would be that of somebody who acts without the behaviour's noise."""
     e = log.episodes
     last = log.place[torch.as_tensor(e.last_rows, device=log.device)] + 1
-    table = actions[:, last].expand(machine.policies, -1, -1, -1)
+    table = behaviour[:, last].expand(machine.policies, -1, -1, -1)
     values = machine.values(machine.target, log.states[last].expand(log.folds, -1, -1), table)
-    return values[which].cpu().numpy().astype(np.float64)[log.fold, np.arange(e.num_episodes)]
+    return values[-1].cpu().numpy().astype(np.float64)[log.fold, np.arange(e.num_episodes)]  # it is the last policy
 
 
 def _interval(values: np.ndarray) -> dict[str, float]:

@@ -22,9 +22,19 @@ def without_simulator(run: Run) -> list[tuple[str, Html]]:
     if not path.is_file():
         return []
     try:
-        return [(TITLE, _body(json.loads(path.read_text(errors="replace"))))]
+        found = json.loads(path.read_text(errors="replace"))
+        return [(TITLE, Html(_outdated(run, found.get("step")) + _body(found)))]
     except (*BROKEN, OSError, RecursionError):
         return [(TITLE, charts.nothing(f"{FILE} is not readable: run `replaylab assess` again."))]
+
+
+def _outdated(run: Run, step: Any) -> Html:
+    """A warning if the run was trained on after it was assessed."""
+    if not isinstance(step, int) or run.step is None or step >= run.step:
+        return Html("")
+    return warning_list(
+        [f"This is about the policy at step {step:,}; the run is at step {run.step:,}: run `replaylab assess` again."]
+    )
 
 
 def _body(found: dict[str, Any]) -> Html:
@@ -85,6 +95,12 @@ def _headline(fqe: dict[str, Any]) -> Html:
     )
 
 
+def _estimated(fqe: dict[str, Any]) -> str:
+    """The part of the data's return that was not counted: what would have followed where episodes were cut off."""
+    weight = finite(fqe["data"].get("cut_weight")) or 0.0
+    return f" ({percent(weight)} of its weight, behind cut episodes, is estimated)" if weight else ""
+
+
 def _returns(fqe: dict[str, Any]) -> Html:
     rows: list[tuple[str, dict[str, Any]]] = [("the data", fqe["data"])]
     rows += [(f"policy, seed {text(p.get('seed'))}", p) for p in _list(fqe.get("policies"))]
@@ -104,7 +120,7 @@ def _returns(fqe: dict[str, Any]) -> Html:
         "Discounted return", [name for name, _ in shown], [r["mean"] for _, r in shown],
         [finite(r.get("low")) for _, r in shown], [finite(r.get("high")) for _, r in shown],
         x_label=f"gamma {number(fqe.get('gamma'))}",
-        caption="The data's return was counted; all others are estimates by fitted-Q evaluation.",
+        caption=f"The data's return was counted{_estimated(fqe)}; all others are estimates by fitted-Q evaluation.",
     )  # fmt: skip
     curves = [_curve(name, r, i) for i, (name, r) in enumerate(rows) if i]
     fit = charts.lines(
