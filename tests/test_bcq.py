@@ -270,6 +270,7 @@ def test_half_and_resume_is_the_whole():
 def test_a_latent_that_says_nothing_is_noted():
     log = make_episodes((40, 30))
     log.actions[:] = 0.01 * log.actions  # far smaller than the box: the KL outweighs any error
+    log.meta.update(action_low=-1, action_high=1)
     agent, phase = make_agent(log)
     phase.finish()
     assert agent.notes == []
