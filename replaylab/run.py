@@ -158,11 +158,20 @@ class RunFolder:
             shutil.rmtree(old)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]] | None:
-        """The newest readable checkpoint: (weights, training, state)."""
+        """The newest readable checkpoint: (weights, training, state). None if there is no checkpoint at all."""
+        damaged = []
         for path in reversed(self.checkpoints()):
-            with contextlib.suppress(DataError, OSError, ValueError):
+            try:
                 state = json.loads((path / "state.json").read_text())
-                return load_tensors(path / "weights.safetensors"), load_tensors(path / "training.safetensors"), state
+                found = load_tensors(path / "weights.safetensors"), load_tensors(path / "training.safetensors"), state
+            except (DataError, OSError, ValueError) as error:
+                damaged.append(f"{path.name} is not readable ({error})")
+                continue
+            if damaged:
+                print(f"note: going on from {path.name}, as {damaged[0]}", file=sys.stderr)
+            return found
+        if damaged:
+            raise DataError(f"no checkpoint of {self.path} is left: {damaged[0]}; --overwrite starts anew")
         return None
 
     def places(self, seeds: Sequence[int], alone: bool = False) -> list[int]:

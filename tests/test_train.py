@@ -257,12 +257,16 @@ def test_what_a_kill_left_of_a_checkpoint_is_cleared_away(log, tmp_path):
     assert not list((run / "checkpoints").glob("*.part")) and RunFolder(run).checkpoints()[-1].name == "step-99"
 
 
-def test_an_unreadable_checkpoint_falls_back_to_the_one_before(log, tmp_path):
+def test_an_unreadable_checkpoint_falls_back_to_the_one_before(log, tmp_path, capsys):
     for steps in (100, 200):
         replaylab.train("bc", log, out=tmp_path / "r", resume=True, **SMALL | {"steps": steps})
     newest = RunFolder(tmp_path / "r").checkpoints()[-1] / "weights.safetensors"
     newest.write_bytes(newest.read_bytes()[:50])
     assert RunFolder(tmp_path / "r").load()[2]["step"] == 100
+    assert "going on from step-100, as step-200 is not readable" in capsys.readouterr().err
+    (newest.parent.parent / "step-100" / "state.json").write_text("{")
+    with pytest.raises(DataError, match="no checkpoint of .* is left: step-200 .*--overwrite starts anew"):
+        replaylab.train("bc", log, out=tmp_path / "r", resume=True, **SMALL | {"steps": 300})
 
 
 @pytest.mark.parametrize("log_every", [1, 2000])
