@@ -7,6 +7,7 @@ game and from then on is the model's own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -147,12 +148,16 @@ def serve(run: str | Path, port: int = 0, device: str = "auto") -> ThreadingHTTP
             if self.path not in actions:
                 return self._answer(404, b"not here", "text/plain")
             try:
-                body = self.rfile.read(min(int(self.headers.get("Content-Length") or 0), MOST))
+                body = self.rfile.read(max(0, min(int(self.headers.get("Content-Length") or 0), MOST)))
                 keys = {key for key in json.loads(body or b"[]") if key in KEYS}
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 return self._answer(400, b"send a JSON list of keys", "text/plain")
             about = actions[self.path](keys)
             self._answer(200, dreamer.picture(), "application/octet-stream", **{"X-Dream": json.dumps(about)})
+
+        def handle(self) -> None:
+            with contextlib.suppress(ConnectionError):  # a tab that was closed
+                super().handle()
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

@@ -28,6 +28,8 @@ def test_names() -> None:
     with pytest.raises(UsageError, match="did you mean 'breakout'"):
         atari.game_name("atari/brakeout")
     with pytest.raises(UsageError, match="unknown Atari game"):
+        atari.game_name("atari/combat")  # for two players
+    with pytest.raises(UsageError, match="unknown Atari game"):
         envs.make_vec("atari/brakeout", 1)
 
 

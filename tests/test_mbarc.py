@@ -233,6 +233,10 @@ def test_how_rare_rewards_are_is_kept_with_the_world():
         found = agent.world.rarity
         torch.testing.assert_close(found, torch.zeros(3) if "dream_rewards" in settings else wanted)
         assert torch.equal(agent.state_dict()["world.rarity"], agent.world.rarity)  # for whoever plays the dream
+    agent, env_id = make_agent(strategy="online", focal=True)
+    agent.phases(env_id)[0].begin()
+    counts = torch.bincount(agent.replay.rewards[agent._steps()].long() + 1, minlength=3)
+    torch.testing.assert_close(agent.world.rarity, -reward.focal_weights(counts).log())
 
 
 @pytest.mark.parametrize("settings", [{}, {"fidelity": "original", "strategy": "progressive"}, {"strategy": "online"}])

@@ -6,6 +6,8 @@ import json
 import os
 import select
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -104,6 +106,7 @@ def test_an_answer_does_not_wait_to_be_acknowledged(server):
     [
         ("/step", b"{", {}, 400),
         ("/step", b"5", {}, 400),
+        ("/step", b"[" * 9000, {}, 400),
         ("/other", b"[]", {}, 404),
         ("/../config.yaml", None, {}, 404),
         ("/", None, {"Host": "evil.example"}, 403),
@@ -117,6 +120,15 @@ def test_strangers_and_nonsense_are_refused(server, path, body, headers, code):
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=20)
     assert error.value.code == code
+
+
+def test_a_client_that_leaves_is_no_error(server, capfd):
+    for _ in range(5):
+        with socket.create_connection(server.server_address[:2]) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not closed
+            client.sendall(b"POST /step HTTP/1.1\r\nHost: 127.0.0.1:1\r\nContent-Length: 2\r\n\r\n[]")
+    time.sleep(1)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_tunnel_may_have_another_port(server):

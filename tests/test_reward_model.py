@@ -77,6 +77,7 @@ def test_masses():
     assert masses_of(no_negative, default, "near").tolist() == pytest.approx([0.35, 0.05, 0.6, 0])
     assert masses_of(here, default, "near").tolist() == pytest.approx([0.35, 0.05, 0.3, 0.3])
     assert masses_of(no_reward, default, "near").tolist() == pytest.approx([0.875, 0.125, 0, 0])
+    assert masses_of(no_reward, (0, 0, 1), "near").tolist() == [0.5, 0.5, 0, 0]  # all of it for what is not there
     assert masses_of(here, (0.4, 0.1, 0.2, 0.3), "near").tolist() == pytest.approx([0.4, 0.1, 0.2, 0.3])
     assert masses_of(here, default, "lead-up").tolist() == pytest.approx([0.35, 0.025, 0.6, 0.025])
     for wrong in ((0.5, 0.5), (1, -1, 1), (0, 0, 0)):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from replaylab.algos import Phase, Spaces, ppo
 from replaylab.algos.mbarc_settings import PRESETS as PRESETS
+from replaylab.algos.mbarc_settings import SMALLER as SMALLER
 from replaylab.algos.mbarc_settings import Config
 from replaylab.data.frames import FrameReplay, Table
 from replaylab.errors import DataError, UsageError, require
@@ -258,6 +259,8 @@ class Agent(nn.Module):
             self.reward_trainer.set_counts(torch.tensor(counts, device=self.device))
             if self.config.strategy == "online":
                 self.world_trainer.use_focal_loss(torch.tensor(counts, device=self.device))
+                if self.dream.expected:  # steps come as they are, so only the loss's weights are undone
+                    self.world.rarity.copy_(-self.reward_trainer.class_weights.log())
 
     def update_world(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         walk, replay = self.walk, self.replay

@@ -110,3 +110,4 @@ PRESETS: dict[str, dict[str, Any]] = {
         "final_episodes": 2,
     },
 }  # fmt: skip
+SMALLER = {None: "small", "fast": "small", "paper": "small"}  # suggested on a CPU, where these take days

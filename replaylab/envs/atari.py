@@ -32,13 +32,17 @@ SCREEN, SIZE = (210, 160), (84, 84)
 RESIZES = ("area", "bilinear")
 
 
+# ale-py ends the process when it loads one of these for a single player
+TWO_PLAYERS = {"combat", "joust", "maze_craze", "warlords"}
+
+
 @cache
 def games() -> dict[str, str]:
-    """Every game that comes with ale-py: name without underscores -> name."""
+    """Every game for one player that comes with ale-py: name without underscores -> name."""
     require("ale_py", "Atari")
     from ale_py import roms
 
-    return {name.replace("_", ""): name for name in roms.get_all_rom_ids()}
+    return {name.replace("_", ""): name for name in roms.get_all_rom_ids() if name not in TWO_PLAYERS}
 
 
 def game_name(env_id: str) -> str:

@@ -7,6 +7,7 @@ parts: a head that keeps spatial detail (`MbarcHead`), and sampling that shows i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,8 +69,9 @@ def categories(
 
 def masses_of(present: Tensor, masses: Sequence[float], classes: str) -> Tensor:
     """Share of each of the four categories in the draws. If three masses are given, positive and negative rewards split
-    the rewarded one equally. The mass of a category that the data lacks is spread over the others."""
-    if len(masses) not in (3, 4) or min(masses) < 0 or sum(masses) <= 0:
+    the rewarded one equally. The mass of a category that the data lacks is spread over the others, evenly if those
+    have none."""
+    if len(masses) not in (3, 4) or min(masses) < 0 or not 0 < sum(masses) < math.inf:
         raise UsageError(f"masses must be three or four numbers of at least 0, not all 0, but are {list(masses)}")
     given = torch.tensor([*masses, 0.0][:4], dtype=torch.float64, device=present.device)
     if len(masses) == 3:
@@ -77,6 +79,7 @@ def masses_of(present: Tensor, masses: Sequence[float], classes: str) -> Tensor:
         signs = [place, 3]
         given[signs] = given[place] * present[signs] / present[signs].sum().clamp(min=1)
     given = given * present
+    given = torch.where(given.sum() > 0, given, present.double())
     return given / given.sum()
 
 
