@@ -265,7 +265,7 @@ def test_an_unreadable_checkpoint_falls_back_to_the_one_before(log, tmp_path, ca
     assert RunFolder(tmp_path / "r").load()[2]["step"] == 100
     assert "going on from step-100, as step-200 is not readable" in capsys.readouterr().err
     (newest.parent.parent / "step-100" / "state.json").write_text("{")
-    with pytest.raises(DataError, match="no checkpoint of .* is left: step-200 .*--overwrite starts anew"):
+    with pytest.raises(DataError, match=r"no checkpoint of .* is left: step-200 .*--overwrite starts anew"):
         replaylab.train("bc", log, out=tmp_path / "r", resume=True, **SMALL | {"steps": 300})
 
 
