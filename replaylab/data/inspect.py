@@ -7,7 +7,6 @@ learning. Standard deviations divide by n. `format_summary` prints a summary, `s
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,15 @@ import numpy as np
 
 from replaylab import charts
 from replaylab.data.columns import Columns, column_statistics, pieces, plain_number
-from replaylab.data.episodes import Episodes, _same_rows
+from replaylab.data.doubts import (
+    action_warnings,
+    boundary_warnings,
+    column_names,
+    number_warnings,
+    reward_warnings,
+    scale_warnings,
+)  # fmt: skip
+from replaylab.data.episodes import Episodes
 from replaylab.page import (
     Html,
     check_suffix,
@@ -32,10 +39,6 @@ from replaylab.page import (
     write_page,
 )
 
-LARGE_PART = 0.2  # of the sum of |reward|
-FLOAT32_STEPS = 100  # a column that spans fewer keeps less than two decimal digits in float32
-TINY = 1e-4  # of a smaller standard deviation, the 1e-6 that standardising adds is more than a hundredth
-HUGE = float(np.sqrt(np.finfo(np.float32).max))  # its square, as in a loss, is still finite in float32
 LISTED = 64  # wider arrays (pixels) are described as a whole, not by column
 QUANTILES = {"5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95}
 
@@ -67,11 +70,11 @@ def summarize(episodes: Episodes) -> dict[str, Any]:
         "licence": episodes.meta.get("licence"),
         "bytes": int(episodes.nbytes),
         "warnings": [
-            *_number_warnings(episodes, observations, actions, rewards),
-            *_scale_warnings(episodes.observations, observations),
-            *_boundary_warnings(episodes),
-            *_reward_warnings(episodes),
-            *_action_warnings(episodes, action),
+            *number_warnings(episodes, observations, actions, rewards),
+            *scale_warnings(episodes.observations, observations),
+            *boundary_warnings(episodes),
+            *reward_warnings(episodes),
+            *action_warnings(episodes, action),
             *[str(note) for note in episodes.meta.get("notes") or []],
         ],
     }
@@ -100,13 +103,9 @@ def _normalized(env_id: str | None, returns: np.ndarray) -> dict[str, Any] | Non
     return {"mean": float(scores.normalize(env_id, returns).mean()), "random": reference[0], "expert": reference[1]}
 
 
-def _names(kind: str, shape: Sequence[int]) -> list[str]:
-    return [f"{kind}[{','.join(map(str, index))}]" for index in np.ndindex(*shape)] if shape else [kind]
-
-
 def _describe(kind: str, array: np.ndarray, columns: Columns) -> dict[str, Any]:
     width = len(columns.mean)
-    listed = zip(_names(kind, array.shape[1:]), columns.rows(), strict=True) if width <= LISTED else []
+    listed = zip(column_names(kind, array.shape[1:]), columns.rows(), strict=True) if width <= LISTED else []
     return {
         "shape": list(array.shape[1:]),
         "dtype": str(array.dtype),
@@ -155,135 +154,6 @@ def _bounds(episodes: Episodes, columns: Columns) -> tuple[np.ndarray, np.ndarra
 
 
 # --- warnings
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
-
-
-def _number_warnings(episodes: Episodes, observations: Columns, actions: Columns, rewards: Columns) -> list[str]:
-    found = []
-    measured = [("observation", episodes.observations, observations), ("action", episodes.actions, actions)]
-    measured += [("reward", episodes.rewards, rewards)]
-    finals = episodes.final_observations[episodes.final_known]
-    for name, array in {"final observation": finals, **episodes.extras}.items():
-        if array.dtype.kind == "f" and array.size:
-            measured.append((name, array, column_statistics(array)))
-    for kind, array, columns in measured:
-        for what, counts in (("NaN", columns.nan), ("infinity", columns.infinite)):
-            if counts.any():
-                names = _names(kind, array.shape[1:])
-                worst = [f"{names[i]} ({int(counts[i]):,})" for i in np.argsort(-counts, kind="stable") if counts[i]]
-                total = int(counts.sum())
-                found.append(f"{count(total, 'value')} {'is' if total == 1 else 'are'} {what}: {_some(worst)}")
-    for kind, array, columns in measured[:3]:
-        largest = np.where(columns.finite > 0, np.maximum(np.abs(columns.low), np.abs(columns.high)), 0)
-        if (huge := np.flatnonzero(largest > HUGE)).size:
-            names = _names(kind, array.shape[1:])
-            why = f"the square of {largest.max():.2g} overflows float32; scale it down before you train"
-            found.append(f"huge: {_some([names[i] for i in huge])}: {why}")
-    for kind, array, columns in measured[:2]:
-        constant = np.flatnonzero(columns.low == columns.high)
-        # some pixels of an image may well be constant, but not nearly all
-        if len(constant) and len(episodes) > 1 and (array.ndim <= 2 or len(constant) > 0.9 * len(columns.low)):
-            names = _names(kind, array.shape[1:])
-            found.append(f"constant: {_some([names[i] for i in constant])}: nothing can be learned from a constant")
-    if rewards.low[0] == rewards.high[0]:
-        found.append(f"every reward is {number(rewards.low[0])}: there is nothing to prefer")
-    return found
-
-
-def _scale_warnings(observations: np.ndarray, columns: Columns) -> list[str]:
-    """Training standardises in float32, which wipes out columns with a large offset or a tiny unit."""
-    if observations.ndim > 2:  # a pixel of an image may well hardly ever change
-        return []
-    varies = columns.low < columns.high
-    largest = np.maximum(np.abs(columns.low), np.abs(columns.high))
-    step = np.spacing(np.where(varies, largest, 1).clip(max=HUGE).astype(np.float32)).astype(np.float64)
-    coarse = np.flatnonzero(varies & (columns.high - columns.low < FLOAT32_STEPS * step))
-    if len(coarse):
-        # float32 holds whole numbers exactly while its step is at most 1: counts and ids are fine
-        whole = step[coarse] <= 1
-        for part in pieces(observations):
-            whole &= (part[:, coarse] == np.round(part[:, coarse])).all(0)
-        coarse = coarse[~whole]
-    found, names = [], _names("observation", observations.shape[1:])
-    if len(coarse):
-        why = "values so far from 0 that float32 rounds most of their differences away; subtract an offset"
-        found.append(f"large offset: {_some([names[i] for i in coarse])}: {why} before you train")
-    if (tiny := np.flatnonzero(varies & (columns.std < TINY))).size:
-        why = "standardising adds 1e-6 to the standard deviation, which here is not small beside it; rescale the column"
-        found.append(f"tiny unit: {_some([names[i] for i in tiny])}: {why} before you train")
-    return found
-
-
-def _reward_warnings(episodes: Episodes) -> list[str]:
-    sizes = np.nan_to_num(np.abs(episodes.rewards.astype(np.float64)), posinf=0)
-    lost = ~episodes.backup_known
-    part = sizes[lost].sum() / max(sizes.sum(), np.finfo(np.float64).tiny)
-    if part < LARGE_PART:
-        return []
-    where = f"{100 * part:.0f} % of the reward (as sum of |reward|) lies on {count(int(lost.sum()), 'row')} that"
-    have = "has no known next observation and is" if lost.sum() == 1 else "have no known next observation and are"
-    advice = "mark the last row of an episode as terminated, or give the next observations"
-    return [f"{where} {have} not marked as terminated: methods that learn values cannot learn from them; {advice}"]
-
-
-def _boundary_warnings(episodes: Episodes) -> list[str]:
-    found = []
-    starts = episodes.offsets[1:-1]
-    leaks = _same_rows(episodes.final_observations[:-1], episodes.observations[starts]) if len(starts) else np.zeros(0)
-    leaked = int((leaks * episodes.final_known[:-1]).sum())
-    if leaked and (episodes.observations != episodes.observations[:1]).any():  # if all states are equal, none leaks
-        who = f"the final observation of {count(leaked, 'episode')}"
-        found.append(f"boundary leak: {who} is the first observation of the next one")
-    unknown = int((~episodes.final_known).sum())
-    notes = " ".join(map(str, episodes.meta.get("notes") or []))
-    if unknown and "final observation" not in notes:
-        found.append(f"the final observation of {unknown:,} of {count(episodes.num_episodes, 'episode')} is unknown")
-    if episodes.num_episodes == 1 and not episodes.terminated.any():
-        found.append("all rows are one episode that never terminates: are the episode boundaries missing?")
-    short = int((episodes.lengths == 1).sum())
-    if short:
-        found.append(f"{count(short, 'episode')} of length 1")
-    repeated = _duplicates(episodes)
-    if repeated:
-        found.append(f"{count(repeated, 'episode')} repeated: the same rows occur earlier in the data")
-    return found
-
-
-def _duplicates(episodes: Episodes) -> int:
-    """Number of episodes equal to an earlier one; only those with the same length and return as another are hashed."""
-    keys = episodes.lengths + 1j * np.nan_to_num(episodes.returns)  # complex: two numbers as one sortable key
-    group, sizes = np.unique(keys, return_inverse=True, return_counts=True)[1:]
-    seen, repeated = set(), 0
-    for e in np.flatnonzero(sizes[group] > 1):
-        rows = slice(episodes.offsets[e], episodes.offsets[e + 1])
-        digest = hashlib.blake2b(digest_size=16)
-        for column in (episodes.observations, episodes.actions, episodes.rewards):
-            digest.update(np.ascontiguousarray(column[rows]).data)
-        repeated += digest.digest() in seen
-        seen.add(digest.digest())
-    return repeated
-
-
-def _action_warnings(episodes: Episodes, action: dict[str, Any]) -> list[str]:
-    if not episodes.discrete:
-        found = []
-        if action["whole"] and episodes.actions.dtype.kind == "f":
-            found.append("actions are floating but all whole numbers: if they are choices, store them as integers")
-        if action["outside"]:
-            found.append(f"action values outside the declared bounds: {action['outside']:,}")
-        return found
-    if action["min"] < 0:
-        return ["action ids below 0: discrete actions count from 0"]
-    missing = action["num_actions"] - action["seen"]
-    if missing <= 0:
-        return []
-    if action["num_actions"] > 10_000:
-        return [f"{missing:,} of {action['num_actions']:,} action ids never occur: are these really discrete actions?"]
-    never = np.setdiff1d(np.arange(action["num_actions"]), episodes.actions)
-    return [f"action ids that never occur: {_some([str(i) for i in never], 10)}"]
 
 
 # --- text and HTML
@@ -407,7 +277,7 @@ def _action_html(episodes: Episodes, action: dict[str, Any], rows: np.ndarray, m
     actions = episodes.actions[rows]
     if episodes.discrete:
         return grid([charts.histogram("Actions", *charts.bin_values(actions), x_label="action id", y_label="steps")])
-    names = _names("action", actions.shape[1:])
+    names = column_names("action", actions.shape[1:])
     pictures = []
     for i, (name, values) in enumerate(zip(names[:most], actions.reshape(len(actions), -1).T, strict=False)):
         low, high = action["low"][i], action["high"][i]
