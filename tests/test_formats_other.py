@@ -51,6 +51,55 @@ def test_pickled_trajectories_vary(tmp_path):
             load(write_pickle(tmp_path / "f.pkl", empty))
 
 
+def test_a_trajectory_is_never_joined_to_another(tmp_path):
+    same = [p | {"patient": np.full(3, 7)} for p in paths()]
+    path = write_pickle(tmp_path / "a.pkl", same)
+    for told in ({}, {"episode": "patient"}, {"episode": []}):
+        e = load(path, columns=told | {"terminated": []})
+        assert e.offsets.tolist() == [0, 3, 6] and "come back" not in notes(e), told
+    split = [same[0] | {"patient": np.array([7, 7, 8])}, same[1] | {"patient": np.array([8, 7, 8])}]
+    e = load(write_pickle(tmp_path / "b.pkl", split), columns={"episode": "patient"})
+    assert e.offsets.tolist() == [0, 2, 3, 4, 5, 6] and "come back after other ids (1 x)" in notes(e)
+
+
+def test_a_trajectory_without_flags_has_none_set(tmp_path):
+    for lacks, other in ((0, 1), (1, 0)):
+        some = paths()
+        some[other]["terminals"] = np.array([[0], [0], [1]])
+        del some[lacks]["terminals"]
+        for told in ({}, {"terminated": "terminals"}):
+            e = load(write_pickle(tmp_path / "a.pkl", some), columns=told)
+            assert e.offsets.tolist() == [0, 3, 6] and e.terminated.nonzero()[0].tolist() == [3 * other + 2]
+            assert f"never set: 1 of 2, the first is trajectory {lacks}" in notes(e)
+    e = load(write_pickle(tmp_path / "b.pkl", [paths()[0] | {"mood": np.zeros(3)}, paths()[1]]))
+    assert notes(e) == "mood holds nothing in some trajectories and is left out"
+    with pytest.raises(DataError, match=r"trajectory 1: no rewards found \(it holds: actions"):
+        load(write_pickle(tmp_path / "c.pkl", [paths()[0], without(paths()[1], "rewards")]))
+
+
+def test_pickled_lists_of_lists_are_arrays(tmp_path):
+    listed = [{k: v.tolist() for k, v in p.items()} for p in paths()]
+    e = load(write_pickle(tmp_path / "a.pkl", listed))
+    assert np.array_equal(e.observations, columns()["observations"]) and e.actions.shape == (6, 1)
+    assert e.offsets.tolist() == [0, 3, 6] and e.terminated.nonzero()[0].tolist() == [2] and notes(e) == ""
+    flat = {k: v.tolist() for k, v in columns().items()} | {"image": np.zeros((6, 2, 3)).tolist(), "info": [{}] * 6}
+    e = load(write_pickle(tmp_path / "c.pkl", flat))
+    assert e.extras["image"].shape == (6, 2, 3) and "info holds a list of dict and is left out" in notes(e)
+    for bad, message in (
+        ([[1.0], [1.0, 2.0], [1.0]], "lists of different lengths"),
+        ([[1.0], 2.0, [1.0]], "lists of different lengths"),
+        ([["a"]] * 3, "a list of str"),
+        ([np.zeros(2), np.zeros(3), np.zeros(2)], "arrays of different shapes"),
+        ([], "an empty list"),
+        (None, "a NoneType"),
+    ):
+        told = f"observations: 'observations' holds {message}; only arrays of numbers are read"
+        with pytest.raises(DataError, match=told):
+            load(write_pickle(tmp_path / "d.pkl", columns() | {"observations": bad}))
+        with pytest.raises(DataError, match=f"trajectory 1: {told}"):
+            load(write_pickle(tmp_path / "d.pkl", [paths()[0], paths()[1] | {"observations": bad}]))
+
+
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_gormpo_pickles(tmp_path, protocol):
     c = columns() | {"next_observations": columns()["next_observations"][:-1]}
@@ -109,8 +158,16 @@ def test_pickle_bombs(tmp_path):
     big = np.zeros((1 << 16, 10), np.float32)
     trajectory = {"observations": big, "actions": big, "rewards": big[:, 0].copy()}
     path = write_pickle(tmp_path / "y.pkl", [trajectory] * 30_000)  # 5 MB that unfold into 165 GB
-    with pytest.raises(DataError, match="of memory"):
+    with pytest.raises(DataError, match="the pickle claims"):
         load(path)
+    shared = [[0.0] * 10_000] * 100_000  # a list that is named 100,000 times: 8 GB
+    path = write_pickle(tmp_path / "z.pkl", [trajectory | {"observations": shared}])
+    with pytest.raises(DataError, match=r"trajectory 0: observations claims 7\.5 GiB"):
+        load(path)
+    for items in ([], [[]]):
+        items.append(items)
+        with pytest.raises(DataError, match="'observations' holds"):
+            load(write_pickle(tmp_path / "z.pkl", {"observations": items, "actions": big, "rewards": big[:, 0]}))
 
 
 def test_the_interpreter_reads_what_pickle_reads():

@@ -12,17 +12,19 @@ import mmap
 import pickletools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from replaylab.data.ends import id_changes
 from replaylab.data.episodes import Episodes
-from replaylab.data.formats.common import ROLES, Options, assemble, check_size, choose, env_from_name
+from replaylab.data.formats.common import Options, assemble, check_size, choose, env_from_name
 from replaylab.errors import DataError
 
 MAX_OPCODES = 50_000_000
+NUMBER = "number of the trajectory"  # a column, beside those of the file
 
 
 def sniff(path: Path) -> bool:
@@ -43,10 +45,12 @@ def read(path: Path, options: Options) -> Episodes:
     stored = path.stat().st_size
     if isinstance(value, list | tuple) and value:
         arrays = _join(value, stored, options, notes)
+        options = replace(options, columns={**options.columns, "episode": [NUMBER]})
     elif isinstance(value, dict):
-        arrays = _columns(value, "", stored, notes)
+        arrays, unread = _columns(value, "", stored)
         check_size("the pickle", sum(a.nbytes for a in arrays.values()), stored)
-        arrays = _shorten(arrays, options, notes)
+        arrays = _shorten(arrays, _roles(arrays, unread, options), notes)
+        notes += [f"{key} holds {what} and is left out" for key, what in unread.items()]
     else:
         raise DataError("the pickle holds neither a list of trajectories nor a dict of arrays")
     return assemble(arrays, options, {**env_from_name(path.stem), "notes": notes})
@@ -55,38 +59,78 @@ def read(path: Path, options: Options) -> Episodes:
 # --- what was unpickled -> columns
 
 
-def _columns(value: Mapping[Any, Any], where: str, stored: int, notes: list[str]) -> dict[str, np.ndarray]:
-    """The arrays of one dict. Lists of numbers or of equal arrays count as arrays."""
-    columns = {}
+def _columns(value: Mapping[Any, Any], where: str, stored: int) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The arrays of one dict, and what its other entries hold. Lists of numbers, lists or equal arrays are arrays."""
+    columns, unread = {}, {}
     for key, item in value.items():
+        found = item if isinstance(item, np.ndarray) else f"a {type(item).__name__}"
         if isinstance(item, list | tuple):
-            item = _stack(f"{where}{key}", item, stored)
-        if isinstance(key, str) and isinstance(item, np.ndarray):
-            columns[key] = item
+            found = _stack(f"{where}{key!s:.40}", item, stored)
+        if isinstance(key, str) and isinstance(found, np.ndarray):
+            columns[key] = found
         else:
-            notes.append(f"{key!s:.40} is no array and is left out")
-    return columns
+            unread[f"{key!s:.40}"] = found if isinstance(found, str) else "an array, but is no name"
+    return columns, unread
 
 
-def _stack(name: str, items: list | tuple, stored: int) -> np.ndarray | None:
-    if not items or not all(isinstance(i, np.ndarray | np.generic | bool | int | float) for i in items):
-        return None  # nested lists too: how far they unfold is not known beforehand
+def _stack(name: str, items: list | tuple, stored: int) -> np.ndarray | str:
+    """A list as an array or, where it cannot be one, what it holds."""
+    shape, inner = [len(items)], items
+    while inner and isinstance(inner[0], list | tuple) and len(shape) < 8:  # a list can hold itself
+        inner = inner[0]
+        shape.append(len(inner))
+    if not inner:
+        return "an empty list"
+    # a pickle can name one list many times, so the size is checked before anything unfolds
+    check_size(name, math.prod(shape) * getattr(inner[0], "nbytes", 8), stored)
+    for length in shape[1:]:
+        if not all(isinstance(i, list | tuple) and len(i) == length for i in items):
+            return "lists of different lengths"
+        items = [number for i in items for number in i]
+    for item in items:
+        if not isinstance(item, np.ndarray | np.generic | bool | int | float):
+            return f"a list of {type(item).__name__}"
     if len({np.shape(i) for i in items}) > 1:
-        raise DataError(f"{name} is a list of arrays of different shapes")
-    check_size(name, len(items) * np.asarray(items[0]).nbytes, stored)
-    return np.asarray(items)
+        return "arrays of different shapes"
+    return np.asarray(items).reshape(*shape, *np.shape(items[0]))
+
+
+def _roles(columns: Mapping[str, Any], unread: Mapping[str, str], options: Options) -> dict[str, list[str]]:
+    """`choose`, but a column that is there and cannot be read is not called missing."""
+    try:
+        return choose(list(columns), options.columns)
+    except DataError:
+        for role, names in choose([*columns, *unread], options.columns).items():
+            for name in names:
+                if name in unread:
+                    raise DataError(f"{role}: '{name}' holds {unread[name]}; only arrays of numbers are read") from None
+        raise
 
 
 def _join(value: list | tuple, stored: int, options: Options, notes: list[str]) -> dict[str, np.ndarray]:
     """A list of dicts, one an episode -> flat columns and a column of episode numbers."""
-    parts = []
+    parts: list[dict[str, np.ndarray]] = []
+    left: dict[str, str] = {}
+    size = 0
     for i, item in enumerate(value):
         if not isinstance(item, dict):
             raise DataError(f"trajectory {i} is a {type(item).__name__}, not a dict")
-        part = _columns(item, f"trajectory {i}: ", stored, [] if i else notes)
-        parts.append(_with_final(part, options))
+        part, unread = _columns(item, f"trajectory {i}: ", stored)
+        size += sum(array.nbytes for array in part.values())
+        check_size("the pickle", size, stored)
+        parts.append(part)
+        left = unread | left
+    _add_flags(parts, left, options, notes)
+    for i, part in enumerate(parts):
+        try:
+            parts[i] = _with_final(part, _roles(part, left, options))
+        except DataError as error:
+            raise DataError(f"trajectory {i}: {error}") from error
     shared = [name for name in parts[0] if all(name in part for part in parts)]
-    check_size("the pickle", sum(part[name].nbytes for part in parts for name in shared), stored)
+    for name in dict.fromkeys(name for part in parts for name in part):
+        if name not in shared:
+            left.setdefault(name, "nothing in some trajectories")
+    notes += [f"{name} holds {what} and is left out" for name, what in left.items() if name not in shared]
     roles = choose(shared, options.columns)
     used = {name for names in roles.values() for name in names}
     lengths = [part[roles["rewards"][0]].shape[0] if part[roles["rewards"][0]].ndim else 0 for part in parts]
@@ -100,14 +144,32 @@ def _join(value: list | tuple, stored: int, options: Options, notes: list[str]) 
             notes.append(f"{name} has not one value a row and is left out")
         else:
             columns[name] = np.concatenate([part[name] for part in parts])
-    if not any(role in columns for role in ROLES["episode"]):
-        columns["episode"] = np.repeat(np.arange(len(parts)), lengths)
-    return columns
+    number = np.repeat(np.arange(len(parts)), lengths)
+    for name in roles.get("episode", []):  # ids in the file can split a trajectory further, but not join two
+        id_changes(columns[name], len(number), [])  # refuses what cannot be an id
+        kinds, inner = np.unique(columns[name], return_inverse=True)
+        number = number * len(kinds) + inner.reshape(-1)
+    return columns | {NUMBER: number}
 
 
-def _with_final(part: dict[str, np.ndarray], options: Options) -> dict[str, np.ndarray]:
+def _add_flags(parts: list[dict[str, np.ndarray]], left: dict[str, str], options: Options, notes: list[str]) -> None:
+    """Give each trajectory the flags that others have: where they are not stated, no row ends so."""
+    roles = _roles(dict.fromkeys(name for part in parts for name in part), left, options)
+    for name in [name for role in ("terminated", "done", "truncated") for name in roles.get(role, [])]:
+        like = next(part[name] for part in parts if name in part)
+        lack = [i for i, part in enumerate(parts) if name not in part]
+        for i in lack:
+            rows = len(np.atleast_1d(parts[i].get(roles["rewards"][0], 0)))  # a lack of rewards is told later
+            parts[i][name] = np.zeros((rows, *like.shape[1:]), like.dtype)
+        if lack:
+            notes.append(
+                f"trajectories without {name}, which are read as if it were never set: {len(lack)} of {len(parts)}, "
+                f"the first is trajectory {lack[0]}"
+            )
+
+
+def _with_final(part: dict[str, np.ndarray], roles: dict[str, list[str]]) -> dict[str, np.ndarray]:
     """A trajectory with one observation more than rewards states its final observation that way."""
-    roles = choose(list(part), options.columns)
     name, reward = roles["observations"][0], part[roles["rewards"][0]]
     observations = part[name]
     if "next_observations" in roles or not reward.ndim or not observations.ndim or len(observations) != len(reward) + 1:
@@ -115,9 +177,8 @@ def _with_final(part: dict[str, np.ndarray], options: Options) -> dict[str, np.n
     return part | {name: observations[:-1], "next_observations": observations[1:]}
 
 
-def _shorten(arrays: dict[str, np.ndarray], options: Options, notes: list[str]) -> dict[str, np.ndarray]:
+def _shorten(arrays: dict[str, np.ndarray], roles: dict[str, list[str]], notes: list[str]) -> dict[str, np.ndarray]:
     """GORMPO's files may lack the last next_observation: then their last row goes."""
-    roles = choose(list(arrays), options.columns)
     after, rewards = (arrays[roles[r][0]] if r in roles else None for r in ("next_observations", "rewards"))
     if after is None or rewards is None or not rewards.ndim or len(after) != len(rewards) - 1:
         return arrays
