@@ -91,7 +91,7 @@ def test_pickled_lists_of_lists_are_arrays(tmp_path):
         ([["a"]] * 3, "a list of str"),
         ([np.zeros(2), np.zeros(3), np.zeros(2)], "arrays of different shapes"),
         ([], "an empty list"),
-        (None, "a NoneType"),
+        (None, "one NoneType"),
     ):
         told = f"observations: 'observations' holds {message}; only arrays of numbers are read"
         with pytest.raises(DataError, match=told):
@@ -275,6 +275,15 @@ def test_an_id_can_be_an_observation_too(tmp_path, csv_reader):
         assert e.observations.tolist() == [[7, 1], [7, 2], [9, 3]] and e.num_episodes == 2
 
 
+def test_an_outcome_repeated_on_every_row_is_told(tmp_path, csv_reader):
+    rows = [("a", 1), ("a", 1), ("a", 1), ("b", 0), ("b", 0), ("c", 1), ("c", 1)]
+    for flags, early in (([d for _, d in rows], 3), ([0, 0, 1, 0, 0, 0, 1], 0)):
+        text = "".join(f"{name},{i},0.5,1.0,{d}\n" for i, ((name, _), d) in enumerate(zip(rows, flags, strict=True)))
+        e = load(write_csv(tmp_path / "x.csv", "episode,obs,action,reward,terminated\n" + text))
+        told = f"before the last row of their episode id, each of which ends an episode: {early};"
+        assert (told in notes(e)) == bool(early) and e.num_episodes == 3 + early
+
+
 def test_both_csv_readers_agree_on_a_million_cells(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     rows = np.column_stack([np.repeat(np.arange(100), 1000), rng.normal(size=(100_000, 9))])
@@ -320,6 +329,16 @@ def test_the_notes_of_joined_files_name_their_file(tmp_path):
     one = write_npz(tmp_path / "one.npz", without(columns(), "next_observations"))
     joined = load([one, write_npz(tmp_path / "two.npz", columns())])
     assert joined.meta["notes"] == [f"{one}: the final observation of 2 of 2 episodes is not in the file"]
+
+
+def test_files_that_cannot_be_joined_are_named(tmp_path):
+    head = "obs,action,reward\n"
+    a, b, c = (write_csv(tmp_path / f"{n}.csv", head + f"1,{n},1.0\n") for n in ("0.5", "1.0", "1"))
+    d = write_csv(tmp_path / "wide.csv", "obs_0,obs_1,action,reward\n1,1,0.5,1.0\n")
+    with pytest.raises(DataError, match=r"0\.5\.csv and \S*/1\.csv: cannot join actions .*1\.0, not 1, in \S*/1\.csv$"):
+        load([a, b, c])
+    with pytest.raises(DataError, match=r"0\.5\.csv and \S*wide\.csv: cannot join observations .*the same --columns"):
+        load([a, b, d])
 
 
 def test_what_is_no_path_is_refused():

@@ -69,7 +69,23 @@ def load(
         for i, (path, log) in enumerate(zip(paths, parts, strict=True)):
             notes = [f"{path}: {note}" for note in log.meta.get("notes", [])]
             parts[i] = replace(log, meta=log.meta | {"notes": notes})
-    return concatenate(parts)
+    try:
+        return concatenate(parts)
+    except DataError:
+        for path, log in zip(paths[1:], parts[1:], strict=True):
+            _check_join(paths[0], parts[0], path, log)
+        raise
+
+
+def _check_join(first: str | Path, a: Episodes, second: str | Path, b: Episodes) -> None:
+    """Of several files that cannot be joined, name the two that differ."""
+    try:
+        concatenate([a.select([0]), b.select([0])])
+    except DataError as error:
+        remedy = "; choose the same --columns in both"
+        if a.discrete != b.discrete:
+            remedy = f"; whole numbers are choices: write amounts as 1.0, not 1, in {first if a.discrete else second}"
+        raise DataError(f"{first} and {second}: {error}{remedy}") from error
 
 
 def as_paths(data: Any) -> list[str | Path]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from replaylab.data.ends import as_flags, as_numbers
+from replaylab.data.ends import as_flags, as_numbers, id_changes
 from replaylab.data.episodes import Episodes, from_rows
 from replaylab.errors import DataError, UsageError, nearest
 
@@ -134,6 +134,13 @@ def assemble(
         else:
             attachments[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
     terminated, truncated = _flags(roles, rows, notes)
+    if rows and terminated is not None and "episode" in roles:
+        early = as_flags("terminated", terminated, rows) & ~id_changes(roles["episode"], rows, [])
+        if early.any():
+            notes.append(
+                "terminated rows before the last row of their episode id, each of which ends an episode: "
+                f"{early.sum()}; if an outcome is repeated on every row of an id, mark only the last row"
+            )
     return from_rows(
         roles["observations"],
         roles["actions"],

@@ -63,7 +63,7 @@ def _columns(value: Mapping[Any, Any], where: str, stored: int) -> tuple[dict[st
     """The arrays of one dict, and what its other entries hold. Lists of numbers, lists or equal arrays are arrays."""
     columns, unread = {}, {}
     for key, item in value.items():
-        found = item if isinstance(item, np.ndarray) else f"a {type(item).__name__}"
+        found = item if isinstance(item, np.ndarray) else f"one {type(item).__name__}"
         if isinstance(item, list | tuple):
             found = _stack(f"{where}{key!s:.40}", item, stored)
         if isinstance(key, str) and isinstance(found, np.ndarray):
