@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -253,3 +254,14 @@ def test_a_bench_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         bench(json_path=str(tmp_path / "b.json"), device="cpu")
     assert [row["what"] for row in json.loads((tmp_path / "b.json").read_text())["rows"]] == ["first"]
+
+
+def test_work_goes_on_when_nobody_reads_what_it_says(log, tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    train = ["train", "bc", "--data", log, "--preset", "debug", "--out", str(tmp_path / "run"), "--overwrite"]
+    with open(writer, "w", buffering=1) as deaf:
+        for stream in (deaf, None):  # a pipe without a reader; closed from the start
+            monkeypatch.setattr(sys, "stderr", stream)
+            assert main(["data", "info", str(tmp_path / "nothing.npz")]) == 1
+            assert main(train) == 0

@@ -122,7 +122,8 @@ class Agent(nn.Module):
     @property
     def idle(self) -> tuple[str, ...]:
         """Acting settings that have no effect on a behaviour model alone."""
-        return ("guidance", "candidates", "filter", "temperature", "aggregate") if self.guide is None else ()
+        of_selecting = ("guidance", "candidates", "filter", "temperature", "aggregate", "clip_actions")
+        return of_selecting if self.guide is None else ()
 
     def _networks(self) -> None:
         config, (state, action) = self.config, self.sizes

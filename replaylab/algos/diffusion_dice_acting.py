@@ -45,9 +45,7 @@ class Sampling:
             actions = actions.clamp(agent.low, agent.high)
         if self.candidates > 1:
             actions = self.choose(states, actions)
-        if config.clip_actions == "after":
-            actions = actions.clamp(agent.low, agent.high)
-        self.actions.copy_(actions)
+        self.actions.copy_(actions.clamp(agent.low, agent.high))  # the original leaves this to its environments
 
     def choose(self, states: Tensor, actions: Tensor) -> Tensor:  # -> (seeds, rows, action)
         agent, config = self.agent, self.agent.config
