@@ -74,6 +74,13 @@ def _limit(knob: Field, item: Any) -> None:
         raise UsageError(f"{knob.name} must be {knob.metadata['within']}, not {item}")
 
 
+def changed(config: Settings, names: Iterable[str], layers: Iterable[dict[str, Any]]) -> list[str]:
+    """Those of the names whose values are neither the defaults nor those of a layer, such as a preset: somebody gave
+    them."""
+    usual = [vars(type(config)()), *layers]
+    return [name for name in names if getattr(config, name) not in [layer[name] for layer in usual if name in layer]]
+
+
 def default_of(knob: Field) -> Any:
     return knob.default_factory() if callable(knob.default_factory) else knob.default
 

@@ -70,7 +70,7 @@ class Trainer:
         values: dict[str, Any],
         resume: bool = False,
     ):
-        self.folder, self.options = folder, options
+        self.folder, self.options, self.logged = folder, options, not isinstance(source, str)
         self.device = pick_device(options.device)
         self.determined = torch.are_deterministic_algorithms_enabled()  # restored after this run
         _set_precision(options.deterministic, self.device)
@@ -117,6 +117,10 @@ class Trainer:
             self.stopped = True
             if self.judging:  # training is over and saved; otherwise the loop stops by itself soon
                 self._interrupt()
+            if signum == signal.SIGINT:  # a second one does not wait
+                signal.signal(signum, signal.default_int_handler)
+                with contextlib.suppress(OSError):  # not `print`, which may be what was interrupted
+                    os.write(2, b"\nstopping; Ctrl-C again stops at once, without saving\n")
 
         try:
             self.handlers = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -129,7 +133,8 @@ class Trainer:
             signal.signal(number, handler)
         torch.use_deterministic_algorithms(self.determined)
         self.trackers.close()
-        status = "finished" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
+        stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+        status = "finished" if error is None else "interrupted" if stopped else "failed"
         finished = datetime.now(UTC).isoformat(timespec="seconds")
         why = None
         if status == "failed":
@@ -274,7 +279,8 @@ class Trainer:
             if len(self.phases) > 1:
                 what += f" (update {self.done - ago + 1} of {self.phases[self.phase].name})"
             kept = "the checkpoint before it is kept" if self.folder.checkpoints() else "no checkpoint was made before"
-            raise DataError(f"{what}: lower the learning rate, or see `replaylab data info`; {kept}")
+            look = ", or see `replaylab data info`" if self.logged else ""
+            raise DataError(f"{what}: lower the learning rate{look}; {kept}")
 
     def _evaluate(self, episodes: int, bar: Progress | None = None) -> None:
         if self.options.env is None or episodes < 1:

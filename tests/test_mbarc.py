@@ -97,30 +97,31 @@ def make_agent(seeds=(0,), **settings):
     return mbarc.Agent(config, mbarc.spaces(env_id), list(seeds), CPU), env_id
 
 
+def refused(match, **settings):
+    with pytest.raises(UsageError, match=match):
+        agent, env_id = make_agent(**settings)
+        agent.phases(env_id)
+
+
+def test_settings_without_effect_are_noted():
+    given = {"masses": [0.2, 0.3, 0.5], "reward_batch": 7}
+    found = {name: make_agent(strategy=name, **given)[0].notes for name in ("mbarc", "square-root", "online")}
+    idle = [f"{name} has no effect with --strategy online" for name in ("masses", "reward_steps", "reward_batch")]
+    assert found == {"mbarc": [], "square-root": ["masses has no effect with --strategy square-root"], "online": idle}
+
+
 def test_wrong_settings_are_told_in_one_line():
-    with pytest.raises(UsageError, match="one seed a run"):
-        make_agent(seeds=(0, 1))
-    with pytest.raises(UsageError, match="56 real steps are planned, the budget is 50"):
-        make_agent(budget=50)
-    names = (
-        "epochs",
-        "games",
-        "world_steps",
-        "world_batch",
-        "world_rollout",
-        "rollout",
-        "near",
-        "compress",
-    )
-    for name in names:
-        with pytest.raises(UsageError, match=f"{name} must be at least 1, not 0"):
-            make_agent(**{name: 0})
-    with pytest.raises(UsageError, match=r"held_out must be from 0 to 0\.25"):
-        make_agent(held_out=0.3)
-    with pytest.raises(UsageError, match=r"--collect-steps must be --games \(\d\) or a multiple of it, not 15"):
-        make_agent(collect_steps=15)
-    with pytest.raises(UsageError, match="of at least 0, not all 0, but are"):
-        make_agent(masses=[0.0, 0.0, 0.0])
+    refused("one seed a run", seeds=(0, 1))
+    refused("56 real steps are planned, the budget is 50", budget=50)
+    refused("13 real steps do not pay for the start", budget=13, random_steps=2, collect_steps=2, strict_budget=True)
+    refused("one dreamed step", agents=1, rollout=1, from_start=0)
+    refused(r"doubled names epoch 50; they are 0 to \d", doubled=[50])
+    refused("double must be at most compress", double=99)
+    for name in ("epochs", "games", "world_steps", "world_batch", "world_rollout", "rollout", "near", "compress"):
+        refused(f"{name} must be (at least|from) 1.*, not 0", **{name: 0})
+    refused(r"held_out must be from 0 to 0\.25", held_out=0.3)
+    refused(r"--collect-steps must be --games \(\d\) or a multiple of it, not 15", collect_steps=15)
+    refused("of at least 0, not all 0, but are", masses=[0.0, 0.0, 0.0])
     with pytest.raises(UsageError, match="did you mean 'freeway'"):
         mbarc.environment("atari/freewya")
     with pytest.raises(UsageError, match="atari/GAME"):

@@ -76,7 +76,9 @@ class Config(Settings):
     solver_power: float = knob(
         1.0, "its times are u^power: above 1, steps near the data are finer and actions spread more", RATE
     )
-    clip_actions: str = knob("none", "before: select among clipped candidates; an answer always is clipped", ("none", "before"))
+    clip_actions: str = knob(
+        "none", "before: select among clipped candidates; an answer always is clipped", ("none", "before")
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

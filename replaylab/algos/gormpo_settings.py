@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from replaylab.algos.sac import Config as SACConfig
-from replaylab.config import COUNT, FROM_0, RATE, SHARE, knob
+from replaylab.config import COUNT, FROM_0, RATE, SHARE, changed, knob
 from replaylab.data.episodes import Episodes
 from replaylab.errors import UsageError
 from replaylab.models import termination
@@ -110,9 +110,8 @@ def tuned(episodes: Episodes) -> tuple[tuple[float, float, int], str]:
 
 
 def check_loaded(config: Config, theirs: dict[str, Any]) -> None:
-    """Refuse settings that train an ensemble where one is loaded, from a run whose settings are `theirs`. Values of the
-    defaults and presets pass, as the user need not have given them; so do that run's own, as they are true."""
-    for name in ("dynamics_lr", "dynamics_batch", "scale_targets", "patience", "max_epochs"):
-        usual = [layer[name] for layer in (vars(type(config)()), *PRESETS.values()) if name in layer]
-        if getattr(config, name) not in (*usual, theirs.get(name)):
-            raise UsageError(f"{name} changes nothing of the ensembles of {config.dynamics_model}: leave it out")
+    """Refuse settings that train an ensemble where one is loaded, from a run whose settings are `theirs`: those pass,
+    as they are true."""
+    names = ("dynamics_lr", "dynamics_batch", "scale_targets", "patience", "max_epochs")
+    for name in changed(config, names, [*PRESETS.values(), theirs]):
+        raise UsageError(f"{name} changes nothing of the ensembles of {config.dynamics_model}: leave it out")

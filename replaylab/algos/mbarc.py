@@ -29,6 +29,7 @@ from replaylab.algos import Phase, Spaces, ppo
 from replaylab.algos.mbarc_settings import PRESETS as PRESETS
 from replaylab.algos.mbarc_settings import SMALLER as SMALLER
 from replaylab.algos.mbarc_settings import Config
+from replaylab.config import changed
 from replaylab.data.frames import FrameReplay, Table
 from replaylab.errors import DataError, UsageError, require
 from replaylab.models import reward
@@ -109,7 +110,6 @@ class Agent(nn.Module):
         super().__init__()
         if len(seeds) != 1:
             raise UsageError(f"mbarc trains one seed a run, not {len(seeds)}: start a run for each")
-        _check(config)
         from replaylab.envs.atari_rgb import PALETTE
 
         self.config, self.seed, self.device, self.actions = config, int(seeds[0]), device, spaces.action_dim
@@ -120,7 +120,7 @@ class Agent(nn.Module):
             spaces.action_dim, *self.size, stack, config.hidden, config.compress, config.double, config.bits,
             config.pixels, len(PALETTE), config.reward_head, config.continue_head, config.fidelity,
         )  # fmt: skip
-        with memory("the world model", "hidden"):
+        with memory("the world model", "hidden", "bits"):
             self.world = World(shape, self.seed, torch.tensor(PALETTE, dtype=torch.float32))
             self.policy = ppo.PixelPolicy(PALETTE, stack, self.size, spaces.action_dim, self.seed)
             self.register_buffer("trained", torch.zeros((), dtype=torch.int64))  # updates of the world model
@@ -140,7 +140,7 @@ class Agent(nn.Module):
         )  # fmt: skip
         self.optimizers = {"policy": self.ppo.optimizer} | self.world_trainer.optimizers
         self.optimizers |= self.reward_trainer.optimizers
-        self.notes: list[str] = []
+        self.notes = _idle(config)
         # findings for the report, one entry per epoch
         self.log: dict[str, Any] = {"world": [], "reward": [], "policy": []}
         self.clock = time.monotonic()
@@ -157,6 +157,7 @@ class Agent(nn.Module):
         from replaylab.envs import atari_rgb
 
         config, batch = self.config, self.config.world_batch
+        _check(config)
         env = envs.make_vec(env_id, config.games)
         rows = int(ROOM * counters(config)["real_steps"] / config.games) + 64
         with memory("the replay", "collect-steps", "epochs"):
@@ -167,6 +168,8 @@ class Agent(nn.Module):
         self.recorder = atari_rgb.Recorder(
             env, self.replay, config.budget, strict=config.strict_budget, shrink=config.shrink, seed=self.seed
         )
+        if not self.recorder.affordable():
+            raise UsageError(f"{config.budget:,} real steps do not pay for the start of the games: raise --budget")
         self.held = np.zeros(0, np.int64)  # held-out episodes: they measure the models and never train them
         self.windows = Table(config.games * rows, self.device)
         self.walk = {name: self._zeros(batch) for name in ("rows", "left", "limit")}
@@ -401,4 +404,18 @@ def _check(config: Config) -> None:
             raise UsageError(f"{option} must be {games} or a multiple of it, not {getattr(config, name)}")
     if not 0 <= config.from_start <= config.agents:
         raise UsageError(f"from_start must be from 0 to agents ({config.agents}), not {config.from_start}")
+    if config.agents * config.rollout < 2:
+        raise UsageError("one dreamed step is too little for an update of the policy: raise --agents or --rollout")
     reward.masses_of(torch.ones(4, dtype=torch.bool), config.masses, config.classes)
+    for name in changed(config, ("doubled", "tripled"), PRESETS.values()):
+        if max(epochs := getattr(config, name), default=0) >= config.epochs:
+            raise UsageError(f"{name} names epoch {max(epochs)}; they are 0 to {config.epochs - 1}")
+
+
+def _idle(config: Config) -> list[str]:
+    """Notes on settings that the strategy does not use; a comparison of strategies may well give them to all."""
+    names = ["masses", "classes", "near"] if config.strategy != "mbarc" else []
+    names += ["reward_steps", "reward_batch", "reward_shift"] if config.strategy == "online" else []
+    return [
+        f"{name} has no effect with --strategy {config.strategy}" for name in changed(config, names, PRESETS.values())
+    ]

@@ -18,12 +18,12 @@ class Config(ppo.Config):
     """Model-based aware reward classification."""
 
     strategy: str = knob("mbarc", "how transitions for the reward model are drawn", tuple(reward.UPDATES))
-    epochs: int = knob(15, "rounds of: collect, train world model, reward model, policy", COUNT)
+    epochs: int = knob(15, "rounds of: collect, train world model, reward model, policy", Within(1, 10_000))
     random_steps: int = knob(6400, "real steps played at random before the first epoch", COUNT)
     collect_steps: int = knob(6400, "real steps played by the policy at the start of each epoch", COUNT)
     budget: int = knob(102_400, "most real steps of the whole run", COUNT)
     strict_budget: bool = knob(True, "count the steps of resets too, so that the last epochs collect less")
-    games: int = knob(8, "real games played in parallel; each continues in the next epoch", COUNT)
+    games: int = knob(8, "real games played in parallel; each continues in the next epoch", Within(1, 1024))
     held_out: float = knob(
         0.05,
         "share of real steps, in whole episodes, that only measure the models; 0: none",
@@ -36,10 +36,10 @@ class Config(ppo.Config):
     # the world model
     fidelity: str = knob("improved", "original: keep the known defects of the original", ("improved", "original"))
     pixels: str = knob("palette", "a pixel is a colour of the console, or three intensities", ("palette", "rgb"))
-    hidden: int = knob(96, "channels of the world model at full resolution", COUNT)
+    hidden: int = knob(96, "channels of the world model at full resolution, a multiple of 4", COUNT)
     compress: int = knob(5, "how many times the world model halves the frame", COUNT)
     double: int = knob(3, "how many times it doubles its channels on the way", FROM_0)
-    bits: int = knob(128, "latent bits that tell possible next frames apart", COUNT)
+    bits: int = knob(128, "latent bits that tell possible next frames apart, a multiple of 8", COUNT)
     continue_head: bool = knob(True, "predict when a game ends, so that dreams end too")
     world_steps: int = knob(2500, "world model updates per epoch", COUNT)
     world_first: int = knob(3, "factor on world_steps in the first epoch", COUNT)
@@ -54,7 +54,7 @@ class Config(ppo.Config):
         Within(0, 0.9999),
     )
     input_noise: float = knob(0.05, "share of input pixels replaced by their frame's median", SHARE)
-    sampling_decay: int = knob(3700, "updates over which its own bits and frames replace the true ones", FROM_0)
+    sampling_decay: int = knob(3700, "updates over which its own bits and frames replace the true ones", Within(0, 1e9))
     world_grad_clip: float = knob(1.0, "clip the gradients of world and reward model to this norm", RATE)
     # the reward model
     reward_head: str = knob(
@@ -63,7 +63,7 @@ class Config(ppo.Config):
     reward_shift: int = knob(
         4, "random shift of its training frames, in pixels at most; 0: none, as the original", Within(0, 20)
     )
-    reward_steps: int = knob(0, "reward model updates per epoch; 0: the strategy's number", FROM_0)
+    reward_steps: int = knob(0, "reward model updates per epoch; 0: the strategy's number", Within(0, 1e6))
     reward_batch: int = knob(32, "transitions per batch of the reward model", COUNT)
     masses: list[float] = knob(list(reward.MASSES), "share of each class in mbarc's draws; a fourth: negative rewards")
     classes: str = knob(
@@ -79,8 +79,8 @@ class Config(ppo.Config):
     from_start: int = knob(4, "how many of them start at the start of a game; the others start anywhere")
     rollout: int = knob(50, "steps per dream", COUNT)
     ppo_updates: int = knob(130, "dream-and-learn rounds per epoch; 0: train no policy", FROM_0)
-    doubled: list[int] = knob([7, 11], "epochs (from 0) with twice as many rounds")
-    tripled: list[int] = knob([14], "epochs (from 0) with three times as many rounds")
+    doubled: list[int] = knob([7, 11], "epochs (from 0) with twice as many rounds", FROM_0)
+    tripled: list[int] = knob([14], "epochs (from 0) with three times as many rounds", FROM_0)
     ppo_lr: float = knob(2e-4, "Adam's learning rate of the policy", RATE)
     policy_average: float = knob(
         0.99, "decay per round of the running mean of its weights, kept at the end; 0: no mean", Within(0, 0.9999)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from replaylab import __version__
 from replaylab.cli.data import build_data
@@ -24,8 +27,39 @@ def build(words: Sequence[str]) -> Parser:
     return parser
 
 
+class StandardError(io.TextIOBase):
+    """Standard error for as long as somebody reads it. After that its text goes nowhere, and the work goes on."""
+
+    def __init__(self) -> None:
+        self.stream = sys.stderr or io.StringIO()  # None: it was closed from the start
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def write(self, text: str) -> int:
+        self._try(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, do: Callable[..., Any], *what: str) -> None:
+        try:
+            do(*what)
+        except BrokenPipeError:
+            _unplug(self.stream.fileno())
+
+
+def _unplug(descriptor: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
 def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
+    with contextlib.redirect_stderr(StandardError()):
+        return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _main(words: list[str]) -> int:
     debug = "--debug" in words  # allowed anywhere
     try:
         words = [word for word in words if word != "--debug"]
@@ -41,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         print("replaylab: stopped", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `replaylab ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _unplug(1)
         return 0
     except OSError as error:
         if debug:

@@ -62,6 +62,8 @@ class WorldShape:
     def __post_init__(self) -> None:
         if self.hidden < 8 or self.hidden % 4 or self.bits % 8 or self.bits < 8:
             raise UsageError("hidden must be a multiple of 4 from 8 on, bits a multiple of 8")
+        if self.double > self.compress:
+            raise UsageError(f"double must be at most compress ({self.compress}), not {self.double}")
         if min(self.height, self.width) < 16 or min(self.sizes[-1]) < 1:
             raise UsageError(f"frames of {self.height} x {self.width} are too small to be halved {self.compress} times")
         for value, known in (
