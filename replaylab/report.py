@@ -66,7 +66,7 @@ def report(run_paths: str | Path | Iterable[str | Path], out: str | Path) -> Pat
         ("Scores", _score_html(rows, _curves(runs, styles), styles)),
         *sections_of(runs),
         ("Training", _training_html(runs, styles)),
-        ("Data", _data_html(runs)),
+        *([("Data", _data_html(logged))] if (logged := [run for run in runs if run.config.get("data") != []]) else []),
         ("Configuration", _config_html(runs)),
         ("Machine and time", _machine_html(runs)),
     ]

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -327,6 +328,9 @@ def test_noise_that_makes_no_sense():
             Noise(**wrong)
     with pytest.raises(UsageError, match="action noise"):
         envs.make("CartPole-v1", noise=Noise(action_scale=0.1))
+    for make in (envs.make, partial(envs.make_vec, num_envs=2)):
+        with pytest.raises(UsageError, match="shows names of colours"):
+            make("atari-rgb/pong", noise=Noise(transition_scale=0.1))
 
 
 # --- names ------------------------------------------------------------------------------------------------------

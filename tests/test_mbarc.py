@@ -1,4 +1,4 @@
-"""MBARC: the budget of real games, the counts of the loop, whole tiny runs, and the report."""
+"""MBARC: the budget of real games, the counts of the loop, and whole tiny runs."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dreaming import Stub, likeliest, small_replay
+from dreaming import Stub
 
 pytest.importorskip("ale_py")
 import replaylab
@@ -20,7 +20,6 @@ from replaylab.config import resolve
 from replaylab.data.frames import FrameReplay
 from replaylab.envs.atari_rgb import Recorder
 from replaylab.errors import DataError, UsageError
-from replaylab.models import dream as dreams
 from replaylab.models import reward
 from replaylab.models.world_training import memory
 from replaylab.run import RunFolder
@@ -380,68 +379,6 @@ def test_nothing_collected_is_an_error():
     agent.phases(env_id)
     with pytest.raises(DataError, match="nothing was collected"):
         agent._lay_out()
-
-
-# --- the report
-
-
-def report_run(tmp_path, findings, film=b"GIF89a film"):
-    from replaylab.results import Run
-
-    (tmp_path / "media").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "media/dream.gif").write_bytes(film)
-    return Run(tmp_path, "run", {"system": "mbarc", "strategy": "<b>"}, {"findings": findings}, [], [])
-
-
-def test_report_sections(tmp_path):
-    from replaylab.sections.mbarc import sections
-
-    judged = dreams.judge(Stub(), small_replay(), np.array([3, 4, 11, 12, 43, 48]), likeliest)
-    ledger = {"recorded": 64, "budget": 102_400, "frames": 300, "reset_frames": 44, "resets": 2}
-    collected = {"steps": 64, "episodes": 3, "mean_return": -7.25, "seconds": 1.0}
-    world = [{"epoch": i, "ledger": ledger, "collected": collected, "seconds": 70.0} for i in range(2)]
-    world[1]["fresh"] = judged
-    held = {"held_out": {"episodes": [3, 9]} | dreams.judge(Stub(), small_replay(), np.arange(43, 49), likeliest)}
-    phases = {"world": {"epochs": world}, "reward": {"epochs": [{"seconds": 9.0}]}, "policy": {"epochs": []}}
-    plain = dict(sections(report_run(tmp_path, phases)))["Reward model"]
-    assert "6 frames. Measured on the steps that an epoch collected, before" in plain and "held-out" not in plain
-    assert "No episode was held out" in plain
-    world[1] |= held
-    phases["reward"]["epochs"][0] |= held
-    found = dict(sections(report_run(tmp_path, phases)))
-    assert list(found) == ["Dream and reality", "Reward model", "Real steps and time"]
-    assert '<img alt="reality left, dream right" src="data:image/gif;base64,' in found["Dream and reality"]
-    rewards = found["Reward model"]
-    assert "&lt;b&gt;" in rewards and "<b>" not in rewards and "50.0 %" in rewards
-    assert (
-        "epoch 0: 6 frames of 2 episodes. Measured on held-out episodes" in rewards
-        and plain.partition('<p class="note">No')[0] in rewards
-    )
-    assert "No episode was held out" not in rewards
-    assert "Share, on held-out episodes" in found["Dream and reality"]
-    assert "-7.25 (3)" in found["Real steps and time"] and "1 min 10 s" in found["Real steps and time"]
-    assert "Real play" in found["Real steps and time"] and "6 games in all" in found["Real steps and time"]
-    assert "over the budget" not in found["Real steps and time"]
-    ledger["frames"] = 4 * 102_400 + 1
-    assert (
-        "over the budget, as --no-strict-budget" in dict(sections(report_run(tmp_path, phases)))["Real steps and time"]
-    )
-    assert "102.4k" in found["Real steps and time"] and "2 resets" in found["Real steps and time"]
-
-
-@pytest.mark.parametrize(
-    "findings",
-    [
-        None, [], {"world": 3}, {"world": {"epochs": "x"}}, {"world": {"epochs": [{"held_out": {}}]}},
-        {"world": {"epochs": [{"ledger": {"recorded": "<i>"}, "collected": None, "held_out": {"confusion": [[1]]}}]}},
-    ],
-)  # fmt: skip
-def test_report_survives_anything(tmp_path, findings):
-    from replaylab.sections.mbarc import sections
-
-    for film in (b"", b"<script>", b"GIF89a"):
-        for _, body in sections(report_run(tmp_path, findings, film)):
-            assert "<script" not in body and "<i>" not in body
 
 
 def test_a_policy_phase_ends_with_the_mean_of_its_weights():

@@ -49,12 +49,14 @@ FAMILIES |= {"antgoal": "replaylab.envs.antgoal"}
 
 def make(env_id: str, *, noise: Noise | None = None, **kwargs: Any) -> Any:
     """One environment. A goal that is separate from the observation, as in mazes, is appended to it."""
+    _check_noise(env_id, noise)
     env = flat_goal(_make(canonical(env_id), **kwargs))
     return NoisyEnv(env, noise) if noise else env
 
 
 def make_vec(env_id: str, num_envs: int, *, noise: Noise | None = None, **kwargs: Any) -> Any:
     """`num_envs` environments that rest when done (see vector.py), in the fastest implementation available."""
+    _check_noise(env_id, noise)
     env_id = canonical(env_id)
     family = FAMILIES.get(env_id.partition("/")[0])
     if family and (env_id in gymnasium.registry or env_id.startswith(("atari/", "atari-rgb/"))):
@@ -62,6 +64,11 @@ def make_vec(env_id: str, num_envs: int, *, noise: Noise | None = None, **kwargs
     else:
         env = PlainVectorEnv([lambda: _make(env_id, **kwargs)] * num_envs)
     return NoisyVectorEnv(env, noise) if noise else env
+
+
+def _check_noise(env_id: str, noise: Noise | None) -> None:
+    if noise and noise.transition_scale and env_id.startswith("atari-rgb/"):
+        raise UsageError(f"transition noise needs numbers to disturb; {env_id} shows names of colours, as indices")
 
 
 def canonical(env_id: str) -> str:

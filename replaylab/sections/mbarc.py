@@ -16,6 +16,7 @@ from replaylab.sections.common import percent
 LARGEST_FILM = 20 << 20
 REWARDS = ("-1", "0", "+1")
 HELD_OUT = "held-out episodes, which never train world or reward model"
+UNCORRECTED = " The table has its answers before the correction for its draws that dreams, film and `play` apply."
 FRESH = "the steps that an epoch collected, before anything was trained on them"
 
 
@@ -39,7 +40,7 @@ def _epochs(run: Run, phase: str) -> list[dict[str, Any]]:
 
 def _judged(run: Run, phase: str) -> dict[str, list[tuple[int, dict[str, Any]]]]:
     """Which steps -> [(epoch, found), ...]: measured at the end of the phase, or on fresh steps before training."""
-    after, before = enumerate(_epochs(run, phase)), enumerate(_epochs(run, "world"))
+    after, before = enumerate(_epochs(run, phase), 1), enumerate(_epochs(run, "world"), 1)
     found = {
         HELD_OUT: [(i, e["held_out"]) for i, e in after if "episodes" in (e.get("held_out") or {})],
         FRESH: [(i, e["fresh"]) for i, e in before if isinstance(e.get("fresh"), dict)],
@@ -113,11 +114,14 @@ def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -
         rates = [percent(matrix[i][i] / whole if whole else None) for whole in (true, told)]
         rows.append([name, *(f"{cell:,}" for cell in matrix[i]), *rates])
     strategy = escape(run.config.get("strategy"))
+    corrected = strategy != "online" and run.config.get("dream_rewards") == "expected"
+    corrected &= run.config.get("fidelity") == "improved"
     episodes = f" of {count(len(last['episodes']), 'episode')}" if "episodes" in last else ""
     note = (
         f'<p class="note">Strategy {strategy}, epoch {epoch}: {count(int(last["steps"]), "frame")}{episodes}. '
         f"Measured on {steps}. What a dream would have paid for them explains {percent(last.get('explained'))} of the "
-        "variance of the real rewards; below 0 %, always paying the mean reward would be nearer.</p>"
+        f"variance of the real rewards; below 0 %, always paying the mean reward would be nearer."
+        f"{UNCORRECTED if corrected else ''}</p>"
     )
     paid = charts.lines("Rewards explained", [_curve("", measured, "explained", 0)], x_label="epoch")
     curves = [
@@ -156,11 +160,19 @@ def _ledger(run: Run) -> Html:
         seconds = [duration(_seconds(phase, i)) for phase in (world, reward, policy)]
         mean = collected.get("mean_return")
         games = f"{number(mean)} ({collected.get('episodes')})" if mean is not None else "–"
-        rows.append([i, number(ledger["recorded"]), number(ledger["frames"]), games, *seconds])
+        rows.append([i + 1, number(ledger["recorded"]), number(ledger["frames"]), games, *seconds])
     last = world[-1]["ledger"]
     over = " That is over the budget, as --no-strict-budget allows." if last["frames"] > 4 * last["budget"] else ""
     total = sum(filter(None, (_seconds(phase, i) for phase in (world, reward, policy) for i in range(len(phase)))))
-    head = ["Epoch", "Real steps", "Real frames", "Mean return (games)", "World model", "Reward model", "Policy"]
+    head = [
+        "Epoch",
+        "Real steps so far",
+        "Real frames",
+        "Mean return (games)",
+        "World model",
+        "Reward model",
+        "Policy",
+    ]
     return Html(
         _played(world)
         + table(head, rows)
