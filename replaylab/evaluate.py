@@ -23,6 +23,7 @@ from replaylab import scores, stats
 from replaylab.algos import Spaces, system
 from replaylab.config import check, resolve
 from replaylab.errors import DataError, UsageError, nearest
+from replaylab.progress import Progress
 from replaylab.run import RunFolder
 
 if TYPE_CHECKING:
@@ -72,27 +73,28 @@ def rollout(
         raise UsageError(f"episodes must be at least 1, not {episodes}")
     rows = members * variants
     wave = max(1, min(episodes, MAX_ENVS // rows))
-    parts = []
+    parts, bar = [], Progress("evaluation", rows * episodes, unit="episodes")
     for first in range(0, episodes, wave):
         count = min(wave, episodes - first)
         env = envs.make_vec(env_id, rows * count, noise=noise)
         state = begin(variants * count) if begin else None
         try:
-            parts.append(_play(act, env, members, [seed + first + i for i in range(count)], device, state))
+            parts.append(_play(act, env, members, [seed + first + i for i in range(count)], device, state, bar))
         finally:
             env.close()
+    bar.erase()
     returns, lengths = (np.concatenate(p, axis=1) for p in zip(*parts, strict=True))
     return returns, lengths
 
 
 def _play(
-    act: Act, env: Any, members: int, seeds: Sequence[int], device: torch.device | str, state: Any = None
+    act: Act, env: Any, members: int, seeds: Sequence[int], device: torch.device | str, state: Any, bar: Progress
 ) -> tuple:
     shape = (env.num_envs // len(seeds), len(seeds))
     observations, _ = env.reset(seed=list(seeds) * shape[0])
     box = getattr(env.single_action_space, "low", None)
     returns, lengths = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
-    running = np.ones(env.num_envs, bool)
+    running, before = np.ones(env.num_envs, bool), bar.done
     for _ in range(MAX_STEPS):
         batch = torch.as_tensor(observations, device=device)
         batch = batch if batch.dtype == torch.uint8 else batch.float()
@@ -108,6 +110,7 @@ def _play(
         returns += rewards * running
         lengths += running
         running &= ~(terminated | truncated)
+        bar.update(before + int((~running).sum()), step=int(lengths.max()))
         if not running.any():
             break
     return returns.reshape(shape), lengths.reshape(shape)

@@ -30,7 +30,7 @@ class Progress:
     def update(self, done: int, **numbers: float) -> None:
         self.done = done
         if numbers:
-            self.notes = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+            self.notes = "  ".join(f"{name} {v if isinstance(v, int) else f'{v:.4g}'}" for name, v in numbers.items())
         now = time.monotonic()
         if now - self.drawn >= self.every:
             self.drawn, self.every = now, 0.2 if self.live else 60.0
@@ -39,10 +39,11 @@ class Progress:
     def _line(self) -> str:
         spent = time.monotonic() - self.began
         rate = (self.done - self.began_at) / spent if spent > 0 else 0.0
+        speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
         left = duration((self.total - self.done) / rate) if rate > 0 else "?"
         share = self.done / self.total if self.total else 1.0
         bar = f"[{'#' * int(20 * share):20s}] " if self.live else ""
-        return f"{self.label} {bar}{self.done}/{self.total} {self.unit}  {rate:,.0f}/s  {left} left  {self.notes}"
+        return f"{self.label} {bar}{self.done}/{self.total} {self.unit}  {speed}/s  {left} left  {self.notes}"
 
     def _draw(self) -> None:
         print(f"\r\033[K{self._line()}" if self.live else self._line(), end="" if self.live else "\n", file=self.file)
@@ -51,6 +52,10 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line of its own above the bar."""
         print(f"\r\033[K{text}" if self.live else text, file=self.file, flush=True)
+
+    def erase(self) -> None:
+        if self.live:
+            print("\r\033[K", end="", file=self.file, flush=True)
 
     def close(self) -> None:
         if self.live:

@@ -12,6 +12,7 @@ from replaylab import evaluate
 from replaylab.algos import Spaces
 from replaylab.errors import DataError, UsageError
 from replaylab.evaluate import check_spaces, rollout
+from replaylab.progress import Progress
 from replaylab.run import RunFolder
 
 
@@ -54,6 +55,20 @@ def test_waves_do_not_change_the_result(monkeypatch):
     whole = rollout(act, 2, "Countdown-v0", 30)[0]
     monkeypatch.setattr(evaluate_module(), "MAX_ENVS", 14)
     np.testing.assert_array_equal(whole, rollout(act, 2, "Countdown-v0", 30)[0])
+
+
+def test_progress_counts_the_episodes_of_all_waves(monkeypatch):
+    seen = []
+
+    def update(bar, done, step):
+        bar.done = done
+        seen.append((done, step))
+
+    monkeypatch.setattr(evaluate_module(), "MAX_ENVS", 14)
+    monkeypatch.setattr(Progress, "update", update)
+    _, lengths = rollout(act, 2, "Countdown-v0", 30)
+    done, steps = zip(*seen, strict=True)
+    assert list(done) == sorted(done) and done[-1] == 60 and max(steps) == lengths.max()
 
 
 def evaluate_module():
