@@ -37,8 +37,8 @@ THRIFT = 20.0  # and how many times what that checkpoint took
 class Options(Settings):
     """Training run."""
 
-    env: str | None = knob(None, "environment to evaluate in; default: the one that the data names")
-    seeds: list[int] = knob([0], "random seeds; all are trained together in one process", Within(0, 1e12))
+    env: str | None = knob(None, "environment to play and evaluate in; default: the one that the data names")
+    seeds: list[int] = knob([0], "random seeds; all are trained together in one process (mbarc: one only)", Within(0, 1e12))
     device: str = knob("auto", "auto, cpu or cuda; auto: cuda if there is a GPU")
     compile: str = knob(
         "auto", "auto: one CUDA graph per update; on: torch.compile too; off: neither", ("auto", "on", "off")
