@@ -38,7 +38,7 @@ class Options(Settings):
     """Training run."""
 
     env: str | None = knob(None, "environment to play and evaluate in; default: the one that the data names")
-    seeds: list[int] = knob([0], "random seeds; all are trained together in one process (mbarc: one only)", Within(0, 1e12))
+    seeds: list[int] = knob([0], "random seeds; all are trained together in one process (mbarc: one)", Within(0, 1e12))
     device: str = knob("auto", "auto, cpu or cuda; auto: cuda if there is a GPU")
     compile: str = knob(
         "auto", "auto: one CUDA graph per update; on: torch.compile too; off: neither", ("auto", "on", "off")

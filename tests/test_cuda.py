@@ -3,6 +3,8 @@ there, and act there."""
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ import replaylab
 from replaylab.algos import SYSTEMS, system
 from replaylab.evaluate import load_agent
 from replaylab.run import RunFolder
+from replaylab.step import Stepper
+from replaylab.trainer import Interrupted
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LOGGED = [name for name in SYSTEMS if not getattr(system(name), "ONLINE", False)]
@@ -66,6 +70,23 @@ def test_a_finished_run_goes_on(name, log, tmp_path):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LOGGED)
+def test_deterministic_and_stopped_it_ends_the_same(name, log, tmp_path, monkeypatch):
+    whole, run = train(name, log, tmp_path / "whole", deterministic=True), Stepper.run
+
+    def stopped(self, start, steps):
+        run(self, start, steps)
+        monkeypatch.setattr(Stepper, "run", run)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Stepper, "run", stopped)
+    with pytest.raises(Interrupted):
+        train(name, log, tmp_path / "parts", deterministic=True)
+    parts = train(name, log, tmp_path / "parts", deterministic=True, resume=True)
+    weights = [RunFolder(path).weights() for path in (whole, parts)]
+    assert [key for key in weights[0] if not torch.equal(weights[0][key], weights[1][key])] == []
+
+
 def test_mbarc_dreams_on_the_gpu(tmp_path):
     run = replaylab.train("mbarc", env="atari/freeway", preset="debug", device="cuda", out=tmp_path / "r")
     assert RunFolder(run).info()["status"] == "finished" and RunFolder(run).lines("eval.jsonl")
