@@ -140,7 +140,8 @@ def test_saved_and_put_back_it_goes_on_exactly():
 
 def test_names_and_options():
     assert atari_rgb.parse("atari-rgb/BankHeist,pool=max,noops=30") == ("bank_heist", {"pool": "max", "noops": 30})
-    assert envs.make_vec("atari-rgb/pong,pool=max", 1).games[0].pool == "max"
+    pong = envs.make_vec("atari-rgb/pong,pool=max", 1)
+    assert pong.games[0].pool == "max"
     with pytest.raises(UsageError, match="did you mean 'freeway'"):
         envs.make_vec("atari-rgb/freewya", 1)
     with pytest.raises(UsageError, match="air_raid shows 250 x 160 pixels, a world model takes 210 x 160"):
