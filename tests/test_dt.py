@@ -368,3 +368,5 @@ def test_a_target_outside_the_data_is_noted():
     agent, _ = make_agent(log, target=1e6)
     assert agent.notes == [f"asks for a return of 1e+06; the data has {log.returns.min():g} to {log.returns.max():g}"]
     assert make_agent(log, target=float(log.returns.mean()))[0].notes == []
+    log = replace(log, rewards=np.full(len(log), 0.1))  # the best return is 0.8, in float32 a little more
+    assert make_agent(log)[0].notes == [] and float(make_agent(log)[0].target) > log.returns.max()

@@ -285,12 +285,13 @@ class Agent(nn.Module):
             self.normalizer.fit(episodes)  # statistics of all episodes, also where top_fraction drops some
         scale, target = scale_and_target(episodes.env_id, episodes.returns)
         self.rtg_scale.fill_(config.rtg_scale or scale)
-        self.target.fill_(target if config.target is None else config.target)
+        target = target if config.target is None else config.target
+        self.target.fill_(target)
         self.clipped.fill_(bool(episodes.meta.get("reward_clipping")))
         low, high = float(episodes.returns.min()), float(episodes.returns.max())
         self.returns_range.copy_(torch.tensor([low, high]))
-        if config.condition == "return" and not low <= float(self.target) <= high:
-            self.notes.append(f"asks for a return of {float(self.target):g}; the data has {low:g} to {high:g}")
+        if config.condition == "return" and not low <= target <= high:
+            self.notes.append(f"asks for a return of {target:g}; the data has {low:g} to {high:g}")
         episodes = whole(episodes) if config.cut_episodes == "drop" else episodes
         episodes = delayed(episodes) if config.mode == "delayed" else episodes
         store = Store(episodes.top_fraction(config.top_fraction), self.device)
