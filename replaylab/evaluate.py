@@ -141,6 +141,8 @@ class Policy:
         if not np.isfinite(observations).all():
             raise UsageError("the observations hold NaN or infinity: a policy's answer to them would mean nothing")
         batch = torch.as_tensor(observations.reshape(1, -1, *shape), device=self.device)
+        if not batch.shape[1] and self.state is None:
+            return np.zeros(0, np.int64) if self.spaces.discrete else np.zeros((0, self.spaces.action_dim), np.float32)
         if self.state is None and hasattr(self.agent, "begin"):
             self.state = self.agent.begin(batch.shape[1], [] if self.target is None else [self.target])
         elif rewards is not None and hasattr(self.state, "receive"):

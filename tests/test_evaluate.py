@@ -9,9 +9,9 @@ import torch
 
 import replaylab
 from replaylab import evaluate
-from replaylab.algos import Spaces
+from replaylab.algos import SYSTEMS, Spaces, system
 from replaylab.errors import DataError, UsageError
-from replaylab.evaluate import check_spaces, rollout
+from replaylab.evaluate import Policy, check_spaces, rollout
 from replaylab.progress import Progress
 from replaylab.run import RunFolder
 
@@ -125,6 +125,19 @@ def test_evaluating_a_run(tmp_path):
     config.write_text("")
     with pytest.raises(DataError, match="names no system"):
         replaylab.evaluate(run, device="cpu")
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_no_observations_get_no_actions(name):
+    vectors, frames = Spaces([3], "float32", 2, False, [-1, -1], [1, 1]), Spaces([4, 105, 80], "uint8", 6, True)
+    module, spaces = system(name), frames if name == "mbarc" else vectors
+    small = {k: v for k, v in module.PRESETS["debug"].items() if k in module.Config.__dataclass_fields__}
+    agent = module.Agent(module.Config(**small), spaces, [0], torch.device("cpu"))
+    policy, shape = Policy(agent, spaces, torch.device("cpu")), spaces.observation_shape
+    for rows in (0, 2):
+        actions = policy.act(np.zeros((rows, *shape), spaces.observation_dtype))
+        assert actions.shape == ((rows,) if spaces.discrete else (rows, 2))
+        assert actions.dtype == (np.int64 if spaces.discrete else np.float32)
 
 
 def test_evaluation_leaves_the_random_numbers_of_training_alone(tmp_path):
