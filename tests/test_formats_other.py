@@ -275,13 +275,22 @@ def test_an_id_can_be_an_observation_too(tmp_path, csv_reader):
         assert e.observations.tolist() == [[7, 1], [7, 2], [9, 3]] and e.num_episodes == 2
 
 
-def test_an_outcome_repeated_on_every_row_is_told(tmp_path, csv_reader):
-    rows = [("a", 1), ("a", 1), ("a", 1), ("b", 0), ("b", 0), ("c", 1), ("c", 1)]
-    for flags, early in (([d for _, d in rows], 3), ([0, 0, 1, 0, 0, 0, 1], 0)):
-        text = "".join(f"{name},{i},0.5,1.0,{d}\n" for i, ((name, _), d) in enumerate(zip(rows, flags, strict=True)))
-        e = load(write_csv(tmp_path / "x.csv", "episode,obs,action,reward,terminated\n" + text))
-        told = f"before the last row of their episode id, each of which ends an episode: {early};"
-        assert (told in notes(e)) == bool(early) and e.num_episodes == 3 + early
+@pytest.mark.parametrize("role", ["terminated", "done", "truncated"])
+def test_an_outcome_repeated_on_every_row_is_of_the_last_one(tmp_path, csv_reader, role):
+    def read(flags):
+        text = "".join(
+            f"{name},{i},0.5,1.0,{flag}\n" for i, (name, flag) in enumerate(zip("aaabbcc", flags, strict=True))
+        )
+        return load(write_csv(tmp_path / "x.csv", f"episode,obs,action,reward,{role}\n" + text))
+
+    marked, repeated, within = read("0010001"), read("1110011"), read("1010001")
+    assert marked.lengths.tolist() == repeated.lengths.tolist() == [3, 2, 2] and within.lengths.tolist() == [1, 2, 2, 2]
+    ends = [] if role == "truncated" else [2, 6]
+    assert np.flatnonzero(repeated.terminated).tolist() == np.flatnonzero(marked.terminated).tolist() == ends
+    assert f"'{role}' is the same on all rows of an episode id" in notes(repeated)
+    assert "the same on all rows" not in notes(marked) + notes(within)
+    early = "before the last row of their episode id, each of which ends an episode: 1;"
+    assert (early in notes(within)) == (role != "truncated") and early not in notes(marked) + notes(repeated)
 
 
 def test_both_csv_readers_agree_on_a_million_cells(tmp_path, monkeypatch):

@@ -133,14 +133,15 @@ def assemble(
             extras[name] = as_numbers(name, array, rows)
         else:
             attachments[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+    last = id_changes(roles["episode"], rows, []) if rows and "episode" in roles else None
+    if last is not None:
+        _end_once(roles, last, notes)
     terminated, truncated = _flags(roles, rows, notes)
-    if rows and terminated is not None and "episode" in roles:
-        early = as_flags("terminated", terminated, rows) & ~id_changes(roles["episode"], rows, [])
-        if early.any():
-            notes.append(
-                "terminated rows before the last row of their episode id, each of which ends an episode: "
-                f"{early.sum()}; if an outcome is repeated on every row of an id, mark only the last row"
-            )
+    if last is not None and (early := as_flags("terminated", terminated, rows) & ~last).any():
+        notes.append(
+            "terminated rows before the last row of their episode id, each of which ends an episode: "
+            f"{early.sum()}; if an id is one episode, mark only its last row"
+        )
     return from_rows(
         roles["observations"],
         roles["actions"],
@@ -163,6 +164,16 @@ def _stack(role: str, columns: list[np.ndarray]) -> np.ndarray:
     if len({len(c) if c.ndim else -1 for c in columns}) > 1:
         raise DataError(f"{role}: its columns have different lengths")
     return np.concatenate([c.reshape(len(c), -1) for c in columns], axis=1)
+
+
+def _end_once(roles: dict[str, np.ndarray], last: np.ndarray, notes: list[str]) -> None:
+    """A flag that never changes within an id tells how the episode ended: leave it on the id's last row alone."""
+    for role in ("terminated", "done", "truncated"):
+        flags = as_flags(role, roles.get(role), len(last))
+        changes = (flags[1:] != flags[:-1]) & ~last[:-1]
+        if (flags & ~last).any() and not changes.any():
+            roles[role] = flags & last
+            notes.append(f"'{role}' is the same on all rows of an episode id: it is taken to mark its last row")
 
 
 def _flags(roles: Mapping[str, np.ndarray], rows: int, notes: list[str]) -> tuple[np.ndarray | None, np.ndarray | None]:
