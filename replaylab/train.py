@@ -13,6 +13,7 @@ from replaylab.algos import Spaces, system
 from replaylab.config import read_yaml, resolve
 from replaylab.data.episodes import Episodes
 from replaylab.data.read import as_paths, load
+from replaylab.data.sample import refuse_nonfinite
 from replaylab.errors import ReplaylabError, UsageError, nearest
 from replaylab.evaluate import check_spaces, pick_device
 from replaylab.run import RunFolder
@@ -72,6 +73,7 @@ def train(
         spaces = module.spaces(source)
     else:
         source, paths = _logs(system_name, data, data_options, logs)
+        refuse_nonfinite(source)
         spaces = Spaces.of(source)
         if options.env:  # the user's choice wins over what the data names
             check_spaces(options.env, spaces)

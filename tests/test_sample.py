@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import make_episodes
 
+import replaylab
 from replaylab.algos import Spaces, bcq, diffusion_dice, gormpo, mopo
 from replaylab.data import sample
 from replaylab.data.episodes import Episodes, from_rows
@@ -118,11 +119,15 @@ def test_windows_by_hand():
     np.testing.assert_allclose(batch["returns_to_go"][0, 2], expected, rtol=1e-5)
 
 
-def test_nan_is_refused_before_training(episodes):
-    episodes.observations[3, 1] = np.nan
-    with pytest.raises(DataError, match="observations holds NaN"):
-        Store(episodes, "cpu")
-    rewards = episodes.rewards.astype(np.float64)
-    rewards[3] = -1e300
+@pytest.mark.parametrize("column", ["observations", "actions", "rewards", "final_observations"])
+@pytest.mark.filterwarnings("error")
+def test_what_is_not_finite_is_refused_before_training(tmp_path, column):
+    log, out = make_episodes(), tmp_path / "run"
+    getattr(log, column)[:2] = np.array([np.inf, -np.inf]).reshape(-1, *[1] * (getattr(log, column).ndim - 1))
+    for name in ("bc", "diffusion-dice"):
+        with pytest.raises(DataError, match=f"^{column} holds NaN or infinity"):
+            replaylab.train(name, log, out=out, preset="debug", device="cpu")
+    rewards = np.where(np.arange(len(log)) == 3, -1e300, 0.0)
     with pytest.raises(DataError, match=r"rewards reach 1e\+300, which float32 cannot hold"):
-        Store(replace(make_episodes(), rewards=rewards), "cpu")
+        replaylab.train("bc", replace(make_episodes(), rewards=rewards), out=out, preset="debug", device="cpu")
+    assert not out.exists()

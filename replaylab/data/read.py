@@ -112,7 +112,7 @@ def _load_one(given: str | Path, format: str | None, options: Options, part: Map
         _check_meta(episodes)
         for column in ("observations", "actions", "rewards", "final_observations"):
             values = getattr(episodes, column)
-            if not isinstance(values, np.memmap):  # memory maps are checked by sample.Store, before training
+            if not isinstance(values, np.memmap):  # memory maps are checked by `train`
                 refuse_huge(column, values)
     except MissingExtra:
         raise

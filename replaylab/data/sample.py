@@ -53,7 +53,6 @@ class Store:
     def __init__(self, episodes: Episodes, device: torch.device | str, resident: bool | None = None):
         self.episodes, self.device = episodes, torch.device(device)
         self.resident = fits(2 * episodes.nbytes, self.device) if resident is None else resident
-        _refuse_nonfinite(episodes)
         self.actions = self._small(episodes.actions)
         self.rewards = self._small(episodes.rewards)
         self.terminated = self._small(episodes.terminated.astype(np.float32))
@@ -98,7 +97,8 @@ class Store:
         return torch.tensor(rows, dtype=kind, device=self.device)
 
 
-def _refuse_nonfinite(episodes: Episodes) -> None:
+def refuse_nonfinite(episodes: Episodes) -> None:
+    """Before anything is computed from the log: statistics of infinite numbers warn, and mean nothing."""
     for name in ("observations", "actions", "rewards", "final_observations"):
         column = getattr(episodes, name)
         if column.dtype.kind != "f":
