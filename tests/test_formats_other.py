@@ -262,6 +262,12 @@ def test_csv_ids_are_compared_as_text(tmp_path, csv_reader, ids):
     assert e.offsets.tolist() == [0, 2, 4, 6, 8]
 
 
+def test_an_empty_id_is_refused(tmp_path, csv_reader):
+    rows = "".join(f"{name},1,0.5,1.0\n" for name in ("a", "a", "b", "", "b"))
+    with pytest.raises(DataError, match="column 'episode', row 4 is empty"):
+        load(write_csv(tmp_path / "x.csv", "episode,obs,action,reward\n" + rows))
+
+
 def test_an_id_can_be_an_observation_too(tmp_path, csv_reader):
     told = {"observations": ["day", "x"], "episode": "day"}
     e = load(

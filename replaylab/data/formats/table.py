@@ -145,6 +145,8 @@ def _csv_plain(path: Path, delimiter: str, names: list[str], roles: dict[str, li
             for name in numbers:
                 parts[name].append(_finite(name, _numbers(name, text[name], row), row))
             for name in ids:
+                if "" in text[name]:
+                    raise DataError(f"column '{name}', row {row + text[name].index('')} is empty")
                 parts[ID + name].append(np.array([seen.setdefault(cell, len(seen)) for cell in text[name]]))
             row += len(piece)
     if row == 1:
