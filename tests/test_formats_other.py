@@ -6,6 +6,8 @@ import io
 import pickle
 import struct
 from collections import OrderedDict
+from datetime import date
+from decimal import Decimal
 
 import h5py
 import numpy as np
@@ -226,7 +228,7 @@ def test_csv_guesses_numbered_columns(tmp_path, csv_reader):
     ("cell", "message"),
     [
         ("", "column 'x2', row 2 is empty"),
-        ("oops", "column 'x2', row 2 holds 'oops'"),
+        ("oops", "column 'x2', row 2 holds 'oops', not a number: encode text, categories and dates as numbers, or"),
         ("nan", "column 'x2', row 2 is NaN"),
     ],
 )
@@ -324,6 +326,31 @@ def test_parquet(tmp_path):
     pyarrow.parquet.write_table(pa.table(data)[:0], tmp_path / "x.parquet")
     with pytest.raises(DataError, match="the table has no rows"):
         load(tmp_path / "x.parquet", columns=TOLD)
+
+
+def test_columns_without_numbers_are_told_what_they_hold(tmp_path, csv_reader):
+    for cell in ("male", "2026-01-31", "10:00"):
+        text = "obs_0,obs_1,action,reward\n" + f"1,{cell},0.5,1.0\n" * 3
+        with pytest.raises(DataError, match=f"'obs_1', row 1 holds '{cell}.*: encode .* with --columns ROLE=NAME"):
+            load(write_csv(tmp_path / "x.csv", text))
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        (["male", "male"], "male"),
+        (pa.array(["male", "male"]).dictionary_encode(), "male"),
+        ([date(2026, 1, 31)] * 2, "2026-01-31"),
+        ([["a", "b"], ["c", "d"]], "a"),
+    ],
+)
+def test_parquet_without_numbers(tmp_path, values, shown):
+    data = {"obs_0": [0.5, 1.5], "obs_1": values, "action": [0.5, 0.5], "reward": [1.0, 2.0]}
+    pyarrow.parquet.write_table(pa.table(data), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=f"'obs_1', row 1 holds '{shown}', not a number: encode"):
+        load(tmp_path / "x.parquet")
+    pyarrow.parquet.write_table(pa.table(data | {"obs_1": [Decimal("1.5"), Decimal("2.25")]}), tmp_path / "x.parquet")
+    assert load(tmp_path / "x.parquet").observations.tolist() == [[0.5, 1.5], [1.5, 2.25]]
 
 
 def test_parquet_with_lists(tmp_path):

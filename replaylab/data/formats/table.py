@@ -23,6 +23,7 @@ __all__ = ["parse_columns", "read", "sniff"]
 
 PIECE = 20_000  # rows of text held at a time
 ID = "episode id: "  # before a column's name: its cells as ids, beside their numbers where it has another role too
+ADVICE = "encode text, categories and dates as numbers, or choose other columns with --columns ROLE=NAME,NAME"
 TRUTH = {"true": True, "false": False, "yes": True, "no": False}
 
 
@@ -86,6 +87,8 @@ def _arrow(name: str, column: Any, ids: bool) -> np.ndarray:
         return _finite(name, flat.reshape(len(column), lengths[0]))
     if ids:
         return column.combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    if types.is_decimal(column.type):
+        column = column.cast("float64")
     if types.is_string(column.type) or types.is_large_string(column.type):
         return _finite(name, _numbers(name, column.to_pylist(), 1))
     return _finite(name, column.to_numpy())
@@ -165,14 +168,14 @@ def _numbers(name: str, cells: Sequence[str], row: int) -> np.ndarray:
         try:
             float(cell)
         except ValueError:
-            what = f"holds '{cell:.40}', not a number" if cell.strip() else "is empty"
+            what = f"holds '{cell:.40}', not a number: {ADVICE}" if cell.strip() else "is empty"
             raise DataError(f"column '{name}', row {row + i} {what}") from None
     raise DataError(f"column '{name}' cannot be read as numbers")
 
 
 def _finite(name: str, values: np.ndarray, row: int = 1) -> np.ndarray:
     if values.dtype.kind not in "fiub":
-        raise DataError(f"column '{name}' holds {values.dtype}, not numbers")
+        raise DataError(f"column '{name}', row {row} holds '{values.flat[0]!s:.40}', not a number: {ADVICE}")
     if values.dtype.kind == "f" and (bad := np.isnan(values)).any():
         raise DataError(f"column '{name}', row {row + _first(bad) - 1} is NaN")
     return values
