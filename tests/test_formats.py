@@ -107,7 +107,7 @@ def test_columns_can_be_told_for_flat_arrays(tmp_path):
     assert e.offsets.tolist() == [0, 3, 6] and not e.terminated.any() and e.truncated.sum() == 2
     with pytest.raises(DataError, match="no column 'z'"):
         load(tmp_path / "x.npz", columns={"observations": "z"})
-    with pytest.raises(DataError, match=r"no observations found .*--columns observations=NAME"):
+    with pytest.raises(DataError, match=r"no observations found: .*--columns observations=NAME"):
         load(tmp_path / "x.npz")
     with pytest.raises(UsageError, match="did you mean 'observations'"):
         parse_columns(["observation=x"])
@@ -216,6 +216,15 @@ def test_what_we_write_is_plain_d4rl(tmp_path):
     save(known, tmp_path / "y.hdf5")
     with h5py.File(tmp_path / "y.hdf5") as file:
         assert np.array_equal(file["next_observations"][()], known.next_observations())
+
+
+def test_hdf5_with_a_group_an_episode_is_told_what_to_do(tmp_path):
+    arrays = {f"data/demonstration_{i}/{name}": v for i in range(20) for name, v in columns().items()}
+    with pytest.raises(DataError, match=r"demonstration_0/actions: join them to one array a column, and add ids"):
+        load(write_h5(tmp_path / "x.h5", arrays))
+    arrays = {f"quite_a_long_name_of_a_column_{i}": np.zeros(3) for i in range(30)}
+    with pytest.raises(DataError, match="no observations found: name them with --columns observations=NAME; it holds"):
+        load(write_h5(tmp_path / "y.h5", arrays))
 
 
 def test_hdf5_does_not_reach_into_other_files(tmp_path):

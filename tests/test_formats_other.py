@@ -75,7 +75,9 @@ def test_a_trajectory_without_flags_has_none_set(tmp_path):
             assert f"never set: 1 of 2, the first is trajectory {lacks}" in notes(e)
     e = load(write_pickle(tmp_path / "b.pkl", [paths()[0] | {"mood": np.zeros(3)}, paths()[1]]))
     assert notes(e) == "mood holds nothing in some trajectories and is left out"
-    with pytest.raises(DataError, match=r"trajectory 1: no rewards found \(it holds: actions"):
+    with pytest.raises(
+        DataError, match="trajectory 1: no rewards found: name them with --columns rewards=NAME; it holds actions"
+    ):
         load(write_pickle(tmp_path / "c.pkl", [paths()[0], without(paths()[1], "rewards")]))
 
 

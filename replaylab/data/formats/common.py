@@ -89,9 +89,19 @@ def choose(names: Sequence[str], columns: Mapping[str, Sequence[str]]) -> dict[s
             chosen[role] = found
     for role in ("observations", "actions", "rewards"):
         if role not in chosen:
-            held = ", ".join(sorted(names)[:20])
-            raise DataError(f"no {role} found (it holds: {held}); name them with --columns {role}=NAME")
+            raise DataError(f"no {role} found: {_remedy(role, names)}")
     return chosen
+
+
+def _remedy(role: str, names: Sequence[str]) -> str:
+    """What to do where a role has no column. The names come last: a long line is cut."""
+    inside = [name for name in names if "/" in name and name.rpartition("/")[2].lower() in ROLES["actions"]]
+    if len(inside) > 1:
+        return (
+            f"each array holds one episode, as {inside[0]}: join them to one array a column, and add ids as `episode`"
+        )
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"name them with --columns {role}=NAME; it holds {', '.join(sorted(names)[:20])}{more}"
 
 
 def _guess(names: Sequence[str], aliases: tuple[str, ...]) -> list[str]:
