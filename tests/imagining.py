@@ -17,7 +17,7 @@ TINY = {
     "steps": 12,
     "batch_size": 20,
     "hidden": [8, 8],
-    "density_steps": 6,
+    "density_steps": 40,  # as in the preset `debug`: these pass where the density takes none
     "dynamics_hidden": [8, 8],
     "dynamics_batch": 64,
     "members": 3,

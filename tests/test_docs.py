@@ -32,7 +32,7 @@ PAGES = [ROOT / "README.md", ROOT / "README.ko.md", ROOT / "CONTRIBUTING.md", *s
 
 # Added to a command that begins so, to make it short: on a command line the last one wins.
 FEW = "--eval-every -1 --final-episodes 1"
-IMAGINE = f"{FEW} --steps 4 --max-epochs 1 --density-steps 4 --rollout-batch 20 --dynamics-hidden 16"
+IMAGINE = f"{FEW} --steps 4 --max-epochs 1 --rollout-batch 20 --dynamics-hidden 16"
 DICE = f"{FEW} --behavior-steps 2 --behavior-batch 16 --critic-steps 2 --batch-size 16 --returns-steps 2 --candidates 4"
 DREAM = "--world-steps 2 --world-first 1 --world-batch 2 --rollout 4 --reward-steps 2 --agents 4 --hidden 8 --shrink 2"
 SAC = "--train-steps 64 --chapter 64 --environments 4 --warm-up 32 --eval-episodes 1 --hidden 16"
@@ -40,7 +40,8 @@ SMALL = {
     "train bc ": f"{FEW} --steps 4",
     "train bcq": f"{FEW} --steps 4 --hidden 16 --vae-hidden 16 --act-samples 2",
     "train dt": f"{FEW} --steps 2 --batch-size 4 --context 5 --layers 1",
-    "train gormpo": IMAGINE,
+    "train gormpo --data hopper-medium --density-model": IMAGINE,
+    "train gormpo": f"{IMAGINE} --density-steps 4",
     "train mopo": IMAGINE,
     "train diffusion-dice --data Ant_maze": f"{DICE} --final-episodes 0",  # an ant plays its 1,000 steps to the end
     "train diffusion-dice": DICE,

@@ -45,6 +45,18 @@ def test_a_density_of_other_columns_is_one_line(tmp_path):
         make_agent(make_log(), density_model=str(tmp_path / "d"), density_inputs="sas")
 
 
+def test_steps_that_train_no_density_are_refused(tmp_path):
+    density.fit(make_log(), "kde", tmp_path / "d", device="cpu", centres=50)
+    for settings, what in (
+        ({"density_model": str(tmp_path / "d")}, f"the density of {tmp_path}/d"),
+        ({"density": "kde"}, "a kde"),
+    ):
+        with pytest.raises(UsageError, match=f"^density_steps changes nothing of {what}: leave it out"):
+            make_agent(make_log(), density_steps=7, **settings)
+        for usual in (None, 40):  # the default's, and a preset's
+            make_agent(make_log(), density_steps=usual, **settings)
+
+
 def test_a_density_of_another_robot_is_one_line(tmp_path):
     def of(env):
         return dataclasses.replace(make_log(), meta={"env_id": env})

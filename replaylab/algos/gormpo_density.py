@@ -10,6 +10,7 @@ from torch import Tensor
 
 from replaylab import density as library
 from replaylab.algos import Phase
+from replaylab.algos.gormpo_settings import check_steps
 from replaylab.data.episodes import Episodes
 from replaylab.errors import DataError, UsageError
 from replaylab.models.density import Density, make
@@ -25,6 +26,7 @@ class DensityFit:
         self.model: Density
         self.report: dict[str, Any]
         self.descent: library.Descent | None = None
+        check_steps(config)
         if config.density_model is not None:
             self.model = library.load(config.density_model, str(device))
             self.report, self.fitted = self.model.report, True

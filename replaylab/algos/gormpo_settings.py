@@ -115,3 +115,11 @@ def check_loaded(config: Config, theirs: dict[str, Any]) -> None:
     names = ("dynamics_lr", "dynamics_batch", "scale_targets", "patience", "max_epochs")
     for name in changed(config, names, [*PRESETS.values(), theirs]):
         raise UsageError(f"{name} changes nothing of the ensembles of {config.dynamics_model}: leave it out")
+
+
+def check_steps(config: Config) -> None:
+    """Refuse density_steps where the density is loaded or is not trained in steps."""
+    loaded = config.density_model is not None
+    if (loaded or not KINDS[config.density].needs_steps) and changed(config, ["density_steps"], PRESETS.values()):
+        what = f"the density of {config.density_model}" if loaded else f"a {config.density}"
+        raise UsageError(f"density_steps changes nothing of {what}: leave it out")
