@@ -301,6 +301,23 @@ def test_what_cannot_be_assessed_is_said():
         assess_agent(Constant([0.1, 0.1]), Spaces.of(log), [0], broken, budget=TINY)
 
 
+def test_whole_amounts_are_amounts_to_a_policy_of_amounts():
+    """In a log of their own they look like choices."""
+    log = habits(6)
+    doses = dataclasses.replace(log, actions=np.round(4 * np.abs(log.actions[:, :1])))
+    whole, spaces = dataclasses.replace(doses, actions=doses.actions[:, 0].astype(np.int64)), Spaces.of(doses)
+    assert whole.discrete and not spaces.discrete
+    found = assess_agent(Constant([0.1]), spaces, [0], whole, train=doses, budget=TINY)
+    assert found["fqe"] and found["support"] and found["seen"] == 1
+    for data, policy, told in (
+        (doses, Spaces.of(whole), "makes choices, the data's actions are real numbers: write choices as 1, not 1.0"),
+        (whole, Spaces([2], "float32", 2, True), f"knows 2 choices, the data has {whole.action_dim}"),
+        (whole, Spaces.of(log), "takes 2 actions, the data has 1"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            assess_agent(Constant([0.1]), policy, [0], data, budget=TINY)
+
+
 def test_who_learns_by_playing_is_played(tmp_path):
     (tmp_path / "config.yaml").write_text('system: "mbarc"\n')
     (tmp_path / "run.json").write_text("{}")

@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,9 @@ def assess_agent(
     gamma = gamma if gamma is not None else float(getattr(agent.config, "gamma", 0.99))
     if not 0 <= gamma < 1:
         raise UsageError(f"gamma must be at least 0 and below 1, not {gamma}")
+    if episodes.discrete and not spaces.discrete and spaces.action_dim == 1:  # amounts that all happen to be whole
+        kind = np.float32 if train is None else train.actions.dtype
+        episodes = replace(episodes, actions=episodes.actions[:, None].astype(kind))
     _check(spaces, episodes)
     rows = budget.rows // getattr(agent, "effort", 1)
     used = some_episodes(episodes, rows)
@@ -158,10 +162,13 @@ def _check(spaces: Spaces, episodes: Episodes) -> None:
         raise UsageError(
             f"the policy takes observations of {tuple(spaces.observation_shape)}, the data has {tuple(sees)}"
         )
-    if episodes.discrete != spaces.discrete or episodes.action_dim > spaces.action_dim:
-        raise UsageError("the data's actions are not those that the policy was trained on")
-    if not spaces.discrete and episodes.action_dim != spaces.action_dim:
-        raise UsageError(f"the policy takes {spaces.action_dim} actions, the data has {episodes.action_dim}")
+    if spaces.discrete and not episodes.discrete:
+        raise UsageError("the policy makes choices, the data's actions are real numbers: write choices as 1, not 1.0")
+    if spaces.discrete and episodes.action_dim > spaces.action_dim:
+        raise UsageError(f"the policy knows {spaces.action_dim} choices, the data has {episodes.action_dim}")
+    if not spaces.discrete and (episodes.discrete or episodes.action_dim != spaces.action_dim):
+        width = 1 if episodes.discrete else episodes.action_dim
+        raise UsageError(f"the policy takes {spaces.action_dim} actions, the data has {width}")
 
 
 def _not_assessable(agent: Any, spaces: Spaces, episodes: Episodes) -> str | None:
