@@ -55,6 +55,7 @@ _EXTRAS = {
     "ray": ("ray", "cluster"),
     "PIL": ("pillow", "atari"),
 }
+_OTHERWISE = {"gymnasium": ", for Atari 'replaylab[atari]', for mazes 'replaylab[maze]'"}  # where several bring it
 
 
 def require(module: str, purpose: str) -> ModuleType:
@@ -62,8 +63,10 @@ def require(module: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package, extra = _EXTRAS[module.split(".")[0]]
-        raise MissingExtra(f"{purpose} needs {package}: pip install 'replaylab[{extra}]'") from error
+        name = module.split(".")[0]
+        package, extra = _EXTRAS[name]
+        advice = f"pip install 'replaylab[{extra}]'{_OTHERWISE.get(name, '')}"
+        raise MissingExtra(f"{purpose} needs {package}: {advice}") from error
     except Exception as error:  # MuJoCo, where a graphics driver is asked for that is not there
         asked = os.environ.get("MUJOCO_GL") if module == "mujoco" else None
         hint = f"; without MUJOCO_GL={asked} in the environment it may" if asked else ""

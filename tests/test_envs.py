@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -362,6 +365,17 @@ def test_missing_mujoco_says_what_to_install(monkeypatch):
     for make in (lambda: envs.make("hopper"), lambda: envs.make_vec("hopper", 2)):
         with pytest.raises(MissingExtra, match=r"pip install 'replaylab\[mujoco\]'"):
             make()
+
+
+def test_missing_gymnasium_names_what_each_environment_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    monkeypatch.delitem(sys.modules, "replaylab.envs")
+    with pytest.raises(MissingExtra, match="needs gymnasium: pip install") as error:
+        importlib.import_module("replaylab.envs")
+    told = re.findall(r"replaylab\[(\w+)\]", str(error.value))
+    assert told == ["mujoco", "atari", "maze"]
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert all("gymnasium" in " ".join(project["optional-dependencies"][extra]) for extra in told)
 
 
 def test_mujoco_without_the_driver_it_is_asked_for(monkeypatch, tmp_path):
