@@ -141,8 +141,8 @@ class RunFolder:
         part = target.with_name(target.name + ".part")
         for left in target.parent.glob("step-*.part"):  # from a process that was killed while saving
             shutil.rmtree(left, ignore_errors=True)
-        part.mkdir(parents=True)
         try:
+            part.mkdir(parents=True)
             save_tensors(part / "weights.safetensors", weights)
             save_tensors(part / "training.safetensors", training)
             (part / "state.json").write_text(json.dumps(state))
@@ -153,7 +153,8 @@ class RunFolder:
             os.rename(part, target)
         except OSError as error:
             shutil.rmtree(part, ignore_errors=True)
-            raise DataError(f"cannot save {target}: {error}; the last good checkpoint is kept") from error
+            kept = "the last good checkpoint is kept" if self.checkpoints() else "no checkpoint was made before"
+            raise DataError(f"cannot save {target}: {error}; {kept}") from error
         for old in self.checkpoints()[:-KEEP]:
             shutil.rmtree(old)
 
