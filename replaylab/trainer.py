@@ -94,6 +94,9 @@ class Trainer:
         if not resume:
             folder.clear()  # only now: a run refused above has neither deleted an old run nor left a new one
         self._restore()
+        self.over = resume and self._over()  # then the record of the run stays as it is
+        if self.over:
+            return
         self.trackers.open(folder.path, values)
         write_yaml(folder.path / "config.yaml", values)
         about = None if isinstance(source, str) else summarize(source)
@@ -133,6 +136,8 @@ class Trainer:
             signal.signal(number, handler)
         torch.use_deterministic_algorithms(self.determined)
         self.trackers.close()
+        if self.over:
+            return
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
         status = "finished" if error is None else "interrupted" if stopped else "failed"
         finished = datetime.now(UTC).isoformat(timespec="seconds")
@@ -363,6 +368,12 @@ class Trainer:
         self.phase, self.done, self.ended = state["phase"], state["done"], state["ended"]
         self.findings, self.notes = state["findings"], state["notes"]
         self.folder.rewind(self.step)
+
+    def _over(self) -> bool:
+        """Whether the run finished, and nothing has been added to it since."""
+        known = (self.folder.path / "run.json").exists() and self.folder.info().get("status") == "finished"
+        last = len(self.phases) - 1
+        return known and self.phase == last and (self.ended or self.done == self.phases[last].steps)
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
