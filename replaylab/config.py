@@ -216,7 +216,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         match = _OWN_LINE.match(line)
         try:
             found[match[1]] = json.loads(match[2])  # type: ignore[index]
-        except (TypeError, ValueError):  # not written by `write_yaml`
+        except (TypeError, ValueError, RecursionError):  # not written by `write_yaml`
             return _parse_yaml(path, text)
     return found
 
@@ -225,7 +225,7 @@ def _parse_yaml(path: Path, text: str) -> dict[str, Any]:
     yaml = require("yaml", "reading a YAML file")
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:
         return {}

@@ -24,7 +24,7 @@ from replaylab.algos import Spaces, system
 from replaylab.config import check, resolve
 from replaylab.errors import DataError, UsageError, nearest
 from replaylab.progress import Progress
-from replaylab.run import RunFolder
+from replaylab.run import REWRITE, RunFolder
 
 if TYPE_CHECKING:
     from replaylab.envs.noise import Noise
@@ -157,7 +157,11 @@ def load_agent(run: RunFolder, device: torch.device, seed: int | None = None) ->
     module, config = system(run.system()), run.config()
     keys = {f for f in module.Config.__dataclass_fields__}
     (settings,) = resolve([module.Config], [("config.yaml", {k: v for k, v in config.items() if k in keys})])
-    spaces, trained = Spaces(**run.info()["spaces"]), config["seeds"]
+    trained = run.seeds()
+    try:
+        spaces = Spaces(**run.info()["spaces"])
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{run.path / 'run.json'} does not tell the run's spaces: {REWRITE}") from error
     if seed is not None and seed not in trained:
         raise UsageError(f"{run.path} has no seed {seed}; it has {', '.join(map(str, trained))}")
     seeds = trained if seed is None else [seed]
@@ -189,7 +193,7 @@ def load_policy(
     `acting`: other values for settings of how the policy acts, such as candidates=4, if its system has any."""
     folder = RunFolder(run).require()
     where = pick_device(device)
-    agent, spaces, _ = load_agent(folder, where, folder.config()["seeds"][0] if seed is None else seed)
+    agent, spaces, _ = load_agent(folder, where, folder.seeds()[0] if seed is None else seed)
     known = getattr(system(folder.system()), "ACTING", ())
     if unknown := [name for name in acting if name not in known]:
         raise UsageError(f"{folder.system()} does not act by '{unknown[0]}'{nearest(unknown[0], known)}")

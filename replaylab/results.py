@@ -94,7 +94,7 @@ def read_runs(paths: str | Path | Iterable[str | Path]) -> list[Run]:
 
 def _read_run(folder: RunFolder, name: str) -> Run:
     config = folder.config()
-    info = dictionary(folder.info()) if (folder.path / "run.json").exists() else {}
+    info = folder.info() if (folder.path / "run.json").exists() else {}
     metrics = [line for line in folder.lines("metrics.jsonl") if finite(dictionary(line).get("step")) is not None]
     run = Run(folder.path, name, config, info, metrics, [])
     if info.get("status") == "running":  # run.json gets the final status and time only when training ends

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -28,10 +29,13 @@ from torch import Tensor
 
 import replaylab
 from replaylab.config import read_yaml, write_whole
+from replaylab.data.formats.common import read_json
 from replaylab.errors import DataError, UsageError, nearest
 from replaylab.tensors import load_tensors, save_tensors
 
 KEEP = 2  # checkpoints: the last one, and the one before in case the last is unreadable
+ANEW = "restore it from a copy, or train anew with --overwrite"
+REWRITE = "delete it and train on with --resume, which writes it anew"
 
 
 class RunFolder:
@@ -85,19 +89,31 @@ class RunFolder:
     # --- small files
 
     def config(self) -> dict[str, Any]:
-        return read_yaml(self.path / "config.yaml")
+        try:
+            return read_yaml(self.path / "config.yaml")
+        except UsageError as error:
+            raise DataError(f"{error}: the file is damaged; {ANEW}") from error
 
     def system(self) -> str:
         name = self.require().config().get("system")
         if not isinstance(name, str):
-            raise DataError(f"{self.path / 'config.yaml'} names no system: the file is damaged")
+            raise DataError(f"{self.path / 'config.yaml'} names no system: the file is damaged; {ANEW}")
         return name
+
+    def seeds(self) -> list[int]:
+        seeds = self.config().get("seeds")
+        if not isinstance(seeds, list) or not seeds:
+            raise DataError(f"{self.path / 'config.yaml'} names no seeds: the file is damaged; {ANEW}")
+        return seeds
 
     def info(self) -> dict[str, Any]:
         try:
-            return json.loads((self.path / "run.json").read_text())
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.path / 'run.json'} is not readable: {error}") from error
+            return read_json(self.path / "run.json")
+        except DataError as error:
+            raise DataError(f"{self.path}/{error}: {REWRITE}") from error
+        except OSError as error:
+            what = f"{self.path / 'run.json'} cannot be read ({error.strerror})"
+            raise DataError(f"{what}: train on with --resume, which writes it anew") from error
 
     def write_info(self, **values: Any) -> None:
         path = self.path / "run.json"
@@ -109,23 +125,25 @@ class RunFolder:
         (self.path / "media" / Path(name).name).write_bytes(content)
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
-        with open(self.path / name, "a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        with open(self.path / name, "a+b") as file:
+            if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                file.write(b"\n")  # a kill cut the last line short
+            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """All lines of a JSONL file, except those that a kill cut short."""
+        """All lines of a JSONL file, except those that are damaged, as by a kill that cut one short."""
         path = self.path / name
         found = []
         for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
-        return found
+        return [line for line in found if isinstance(line, dict)]
 
     def rewind(self, step: int) -> None:
         """Drop what was logged after `step`: the resumed run logs it again."""
         for name in ("metrics.jsonl", "eval.jsonl"):
             if (self.path / name).exists():
-                kept = [line for line in self.lines(name) if line["step"] <= step]
+                kept = [line for line in self.lines(name) if isinstance(at := line.get("step"), int) and at <= step]
                 write_whole(self.path / name, "".join(json.dumps(line) + "\n" for line in kept))
 
     # --- checkpoints
@@ -133,7 +151,7 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         """The complete checkpoints, oldest first. `save` gives a checkpoint its final name only when it is complete."""
         folder = self.path / "checkpoints"
-        found = [p for p in folder.glob("step-*") if not p.name.endswith(".part")] if folder.exists() else []
+        found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-[0-9]+", p.name)] if folder.exists() else []
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
     def save(self, step: int, weights: dict[str, Tensor], training: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -163,9 +181,11 @@ class RunFolder:
         damaged = []
         for path in reversed(self.checkpoints()):
             try:
-                state = json.loads((path / "state.json").read_text())
+                state = read_json(path / "state.json")
+                if "step" not in state:
+                    raise DataError("state.json tells no step")
                 found = load_tensors(path / "weights.safetensors"), load_tensors(path / "training.safetensors"), state
-            except (DataError, OSError, ValueError) as error:
+            except (DataError, OSError) as error:
                 damaged.append(f"{path.name} is not readable ({error})")
                 continue
             if damaged:
@@ -177,7 +197,7 @@ class RunFolder:
 
     def places(self, seeds: Sequence[int], alone: bool = False) -> list[int]:
         """The index of each seed in this run. `alone`: if the run has only one seed, use it for every seed."""
-        trained = self.config().get("seeds") or []
+        trained = self.seeds()
         if alone and len(trained) == 1:
             return [0] * len(seeds)
         if missing := [seed for seed in seeds if seed not in trained]:

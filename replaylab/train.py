@@ -14,9 +14,9 @@ from replaylab.config import read_yaml, resolve
 from replaylab.data.episodes import Episodes
 from replaylab.data.read import as_paths, load
 from replaylab.data.sample import refuse_nonfinite
-from replaylab.errors import ReplaylabError, UsageError, nearest
+from replaylab.errors import DataError, ReplaylabError, UsageError, nearest
 from replaylab.evaluate import check_spaces, pick_device
-from replaylab.run import RunFolder
+from replaylab.run import REWRITE, RunFolder
 from replaylab.trainer import Options, Trainer
 
 # settings that --resume may change: how the run is executed, how long it is, and rates, since they may have diverged
@@ -146,6 +146,7 @@ def _check_folder(
     if resume and overwrite:
         raise UsageError("--resume goes on with what --overwrite would throw away: pass one of them")
     if folder.exists() and resume:
+        folder.system()  # or it is damaged
         stored, info = folder.config(), folder.info() if (folder.path / "run.json").exists() else {}
         changed = {k for k in values if k in stored and stored[k] != values[k]} - MEANS
         allowed = LENGTHS if info.get("status") == "finished" and not changed & LENGTHS else LENGTHS | RATES
@@ -165,7 +166,10 @@ def _check_data(folder: RunFolder, was: Any, source: Episodes | str) -> None:
     if isinstance(source, str) or not isinstance(was, dict):
         return
     now = (len(source), source.num_episodes, float(source.returns.mean()))
-    then = (was["steps"], was["episodes"], was["return"]["mean"])
+    try:
+        then = (int(was["steps"]), int(was["episodes"]), float(was["return"]["mean"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder.path / 'run.json'} does not tell the run's data: {REWRITE}") from error
     if then[:2] != now[:2] or not math.isclose(
         then[2], now[2], rel_tol=1e-5, abs_tol=1e-5
     ):  # sums differ a little between machines

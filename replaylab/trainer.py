@@ -113,6 +113,8 @@ class Trainer:
             parameters=sum(p.numel() for p in self.agent.parameters()),
             planned=self.total,
             data=about,
+            findings=self.findings,
+            notes=self.notes,
         )
 
     def __enter__(self) -> Trainer:
@@ -168,8 +170,8 @@ class Trainer:
                 if self.stopped:
                     self._interrupt()
         episodes = self.options.final_episodes
-        judged = [line for line in self.folder.lines("eval.jsonl") if line["step"] == self.step]
-        if stepper is not None or not any(line["episodes"] >= episodes for line in judged):
+        judged = [line for line in self.folder.lines("eval.jsonl") if line.get("step") == self.step]
+        if stepper is not None or not any(line.get("episodes", 0) >= episodes for line in judged):
             self.judging = True
             self._evaluate(episodes)
 

@@ -266,11 +266,10 @@ def test_wrong_types_never_crash(tmp_path, data_summary, junk):
     for key in data_summary:
         (run / "run.json").write_text(json.dumps({"data": data_summary | {key: junk}}))
         check_page(report([run], tmp_path / "page.html"))
-    (run / "run.json").write_text(json.dumps(junk))
-    check_page(report([run], tmp_path / "page.html"))
-    (run / "run.json").write_text("{")
-    with pytest.raises(ReplaylabError, match=r"run\.json"):
-        report([run], tmp_path / "page.html")
+    for content in ("{", json.dumps([junk])):
+        (run / "run.json").write_text(content)
+        with pytest.raises(ReplaylabError, match=r"run\.json"):
+            report([run], tmp_path / "page.html")
 
 
 # --- numbers, ticks, charts

@@ -180,7 +180,8 @@ def _train(args: argparse.Namespace) -> None:
         data_options=read_options(args),
         **settings,
     )
-    device, env, data = (RunFolder(path).config()[key] for key in ("device", "env", "data"))
+    config = RunFolder(path).config()
+    device, env, data = str(config.get("device", "auto")), config.get("env"), config.get("data", [])
     unseen = env is None and bool(set(data) - set(TOYS))
     if unseen and getattr(args, "preset", None) == "debug":
         print(f"not assessed, as a debug run: replaylab assess {shlex.quote(str(path))}")

@@ -158,7 +158,9 @@ def results_markdown(folder: str | Path, out: str | Path) -> str:
 
 def holds_results(folder: str | Path) -> bool:
     """Whether a folder holds result files."""
-    return any(f'"format": "{FORMAT}"' in path.read_text()[:200] for path in Path(folder).glob("*.json"))
+    return any(
+        f'"format": "{FORMAT}"' in path.read_text(errors="replace")[:200] for path in Path(folder).glob("*.json")
+    )
 
 
 def _speed(benches: Sequence[dict[str, Any]]) -> str:
