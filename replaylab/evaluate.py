@@ -140,6 +140,9 @@ class Policy:
             raise UsageError(f"the policy takes observations of shape {shape} or (batch, {', '.join(map(str, shape))})")
         if not np.isfinite(observations).all():
             raise UsageError("the observations hold NaN or infinity: a policy's answer to them would mean nothing")
+        colours = len(getattr(self.agent, "palette", ()))
+        if colours and ((observations < 0) | (observations >= colours)).any():
+            raise UsageError(f"the policy takes frames whose pixels are indices of colours, 0 to {colours - 1}")
         batch = torch.as_tensor(observations.reshape(1, -1, *shape), device=self.device)
         if not batch.shape[1] and self.state is None:
             return np.zeros(0, np.int64) if self.spaces.discrete else np.zeros((0, self.spaces.action_dim), np.float32)
@@ -321,14 +324,14 @@ def evaluate(
     settings: dict[str, Any] = {} if seed == SEED else {"seed": seed}
     if noise is not None:
         settings["noise"] = {k: v for k, v in vars(noise).items() if v != getattr(type(noise), k, None)}
-    step, records = int(folder.checkpoints()[-1].name.removeprefix("step-")), []
+    records: list[dict[str, Any]] = []
     for values in _combinations(agent, acting or {}):
         agent.config = replace(agent.config, **values)
         found = evaluate_agent(
             agent, seeds, env_id, episodes,
             seed=seed, noise=noise, device=where, settings=settings | values, targets=targets,
         )  # fmt: skip
-        found = [{"step": step, **record} for record in found]
+        found = [{"step": folder.step, **record} for record in found]
         folder.append("eval.jsonl", found)
         records += found
         if told:

@@ -41,6 +41,7 @@ REWRITE = "delete it and train on with --resume, which writes it anew"
 class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.step = 0  # of the weights that were read last
 
     def exists(self) -> bool:
         return (self.path / "config.yaml").exists()
@@ -205,9 +206,15 @@ class RunFolder:
         return [trained.index(seed) for seed in seeds]
 
     def weights(self) -> dict[str, Tensor]:
-        for path in reversed(self.checkpoints()):
+        """Those of the newest readable checkpoint; sets `step`."""
+        newest = self.checkpoints()[::-1]
+        for path in newest:
             with contextlib.suppress(DataError):
-                return load_tensors(path / "weights.safetensors")
+                found = load_tensors(path / "weights.safetensors")
+                self.step = int(path.name.removeprefix("step-"))
+                if path != newest[0]:
+                    print(f"note: these are the weights of {path.name}: {newest[0]} is not readable", file=sys.stderr)
+                return found
         raise DataError(f"{self.path} has no readable checkpoint")
 
 

@@ -310,6 +310,10 @@ def test_interrupted_anywhere_it_ends_the_same(tmp_path, monkeypatch):
     judged = [e["held_out"] for phase in ("world", "reward") for e in info["findings"][phase]["epochs"]]
     assert [j["steps"] for j in judged] == [5, 7, 5, 7] and len(judged[0]["episodes"]) == 1
     assert len(info["findings"]["policy"]["epochs"]) == 2
+    policy = replaylab.load_policy(tmp_path / "whole")
+    assert policy.act(np.full((2, 4, 105, 80), 127)).shape == (2,)
+    with pytest.raises(UsageError, match="indices of colours, 0 to 127"):
+        policy.act(np.full((4, 105, 80), 128, np.uint8))
     run = Stepper.run
     done = 0
 

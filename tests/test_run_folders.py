@@ -121,6 +121,12 @@ def test_a_damaged_checkpoint_is_not_the_last_and_other_folders_are_none(whole, 
     assert "going on from step-20, as step-30 is not readable (state.json is not JSON" in capsys.readouterr().err
 
 
+def test_an_evaluation_names_the_weights_it_took(run, capsys):
+    damage(run / "checkpoints" / "step-30" / "weights.safetensors", "cut")
+    assert [record["step"] for record in replaylab.evaluate(run, episodes=1)] == [20]
+    assert "the weights of step-20" in capsys.readouterr().err
+
+
 def test_a_record_without_what_is_needed_is_damaged(whole, run, capsys):
     info = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(info | {"data": {"steps": 50}, "spaces": 3}))

@@ -73,8 +73,7 @@ def assess(
         agent, spaces, seeds, episodes,
         train=train, gamma=gamma, device=where, budget=budget or (QUICK if quick else FULL),
     )  # fmt: skip
-    step = int(folder.checkpoints()[-1].name.removeprefix("step-"))
-    found = {"system": config.get("system"), "step": step, "data": sources, "quick": quick} | found
+    found = {"system": config.get("system"), "step": folder.step, "data": sources, "quick": quick} | found
     write_whole(folder.path / FILE, json.dumps(found))
     return found
 
