@@ -33,6 +33,13 @@ class StandardError(io.TextIOBase):
     def __init__(self) -> None:
         self.stream = sys.stderr or io.StringIO()  # None: it was closed from the start
 
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # libraries ask for it
+        return self.stream.encoding
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
     def isatty(self) -> bool:
         return self.stream.isatty()
 
