@@ -29,8 +29,10 @@ def returns(*normalized):
     return [LOW + score / 100 * (HIGH - LOW) for score in normalized]
 
 
-def make_run(path, evaluations, *, system="bc", data="hopper-medium.npz", status="finished", seconds=360.0, **config):
-    """evaluations: (step, seed, normalised scores, settings) each."""
+def make_run(
+    path, evaluations, *, system="bc", data="hopper-medium.npz", status="finished", seconds=360.0, rows=9, **config
+):
+    """evaluations: (step, seed, normalised scores, settings) each; rows: of the data."""
     path.mkdir(parents=True)
     given = {"system": system, "data": [data], "env": "d4rl/hopper", "preset": None, "steps": 200, "seeds": [0, 1]}
     write_yaml(path / "config.yaml", given | config)
@@ -40,7 +42,8 @@ def make_run(path, evaluations, *, system="bc", data="hopper-medium.npz", status
         "started": "2026-01-02T03:04:05",
         "finished": "2026-01-03T03:04:05",
     }
-    about |= {"seconds": seconds, "status": status, "machine": machine, "parameters": 1234, "data": None}
+    about |= {"seconds": seconds, "status": status, "machine": machine, "parameters": 1234}
+    about |= {"data": {"steps": rows, "episodes": 1, "return": {"mean": 1.0}}}
     (path / "run.json").write_text(json.dumps(about))
     lines = []
     for step, seed, values, *settings in evaluations:
@@ -233,9 +236,29 @@ def test_plain_runs_are_told_apart_by_what_differs(tmp_path):
     found = gather([tmp_path / "a", tmp_path / "c"])
     assert found.rows == ["bc"] and found.tasks == ["hopper-medium"]
     assert len(found.entries[0].last) == 2  # seeds of two runs are one entry
-    make_run(tmp_path / "d", [(200, 0, [20])], lr=0.1, data="x/hopper/medium-v0")
-    found = gather([tmp_path / "a", tmp_path / "d"])  # the same seed twice: nothing may be lost
-    assert found.tasks == ["hopper-medium", "hopper-medium-v0"] and len(found.entries) == 2
+
+
+def test_different_data_of_one_name_are_different_tasks(tmp_path):
+    """The seeds of a run at one site are no seeds of a run at another, though both call their log log.npz."""
+    make_run(tmp_path / "a", [(200, 0, [10])], data="a/log.npz")
+    make_run(tmp_path / "b", [(200, 1, [20])], data="b/log.npz", rows=8)
+    make_run(tmp_path / "c", [(200, 1, [30])], data="/copy/of/a/log.npz", system="dt")
+    assert gather([tmp_path / "a", tmp_path / "c"]).tasks == ["log"]
+    found = gather([tmp_path / "a", tmp_path / "b"])
+    assert found.tasks == ["a/log.npz", "b/log.npz"] and [len(entry.last) for entry in found.entries] == [1, 1]
+    make_run(tmp_path / "d", [(200, 0, [20])], data="hopper/medium-v0")
+    make_run(tmp_path / "e", [(200, 1, [20])], data="hopper-medium-v2.hdf5", rows=8)
+    assert gather([tmp_path / "d", tmp_path / "e"]).tasks == ["hopper-medium-v0", "hopper-medium-v2"]
+    make_run(tmp_path / "f", [(200, 1, [20])], data="a/log.npz", rows=7)  # the file has changed
+    assert gather([tmp_path / "a", tmp_path / "f"]).tasks == ["a/log.npz #1", "a/log.npz #2"]
+
+
+def test_normalised_scores_and_returns_are_not_mixed(tmp_path):
+    make_run(tmp_path / "a", [(200, 0, [10])])
+    run = make_run(tmp_path / "b", [(200, 1, [30])])
+    (run / "eval.jsonl").write_text(json.dumps(json.loads((run / "eval.jsonl").read_text()) | {"normalized": None}))
+    (entry,) = gather([tmp_path / "a", tmp_path / "b"]).entries
+    assert entry.kind == "return" and entry.seed_means() == pytest.approx(returns(10, 30))
 
 
 def test_datasets_of_a_sweep_keep_their_names(tmp_path):
@@ -449,7 +472,8 @@ def test_the_committed_results_are_made_from_the_committed_files(monkeypatch):
 
 def test_the_same_seed_twice_is_told(tmp_path):
     make_run(tmp_path / "s" / "a", [(200, 0, [30])], seeds=[0])
-    make_run(tmp_path / "s" / "b", [(200, 0, [90])], seeds=[0])
+    make_run(tmp_path / "s" / "b", [(200, 1, [50])], seeds=[1])
+    make_run(tmp_path / "s" / "c", [(200, 0, [90])], seeds=[0])
     found = gather(tmp_path / "s")
-    assert len(found.entries) == 1
-    assert any("seed 0 is in" in note and str(tmp_path / "s" / "a") in note for run in found.runs for note in run.notes)
+    assert len(found.entries) == 1 and found.entries[0].seed_means() == [90, 50]
+    assert any(f"seed 0 is in {tmp_path / 's' / 'a'} too" in note for run in found.runs for note in run.notes)
