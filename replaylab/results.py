@@ -108,6 +108,8 @@ def _read_run(folder: RunFolder, name: str) -> Run:
 def _folders(path: Path) -> list[RunFolder]:
     """The run folders inside `path`, or `path` itself if it holds none."""
     inside = [RunFolder(p) for p in sorted(path.iterdir())] if path.is_dir() else []
+    if (path / "sweep.json").exists() and not any(f.exists() for f in inside):
+        raise UsageError(f"no cell of {path} has a run folder yet: see {path / 'status'}")
     return [f for f in inside if f.exists()] if any(f.exists() for f in inside) else [RunFolder(path).require()]
 
 
@@ -232,7 +234,8 @@ def _scored(group: Evaluations) -> dict[str, Any]:
 
 def why_unscored(envs: Iterable[Any]) -> str:
     """Says why runs with these environments have no scores."""
-    if any(envs):
+    known = list(envs)
+    if any(known) or not known:
         return "No evaluation has finished yet."
     return "No environment was given: nothing was evaluated. `replaylab assess RUN` says what the log alone can tell."
 

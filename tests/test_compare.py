@@ -304,6 +304,18 @@ def test_a_sweep_without_any_evaluation_has_a_page(tmp_path):
     assert "No evaluation has finished yet" in text and "not finished (running)" in text
 
 
+def test_a_sweep_whose_cells_all_failed_at_once_has_a_page(tmp_path, capsys):
+    cell = Cell("bc-mine", "bc", "bc", "mine", "", ["mine.npz"], None, None, {}, [0])
+    queue = Queue(tmp_path / "s")
+    queue.write(Plan("s", [cell]))
+    queue.record(cell, "failed", error="mine.npz is gone")
+    text = markdown(gather(tmp_path / "s"))
+    assert "| bc | failed |" in text and "No evaluation has finished" in text and "bc-mine: mine.npz is gone" in text
+    assert "bc-mine: mine.npz is gone" in Page(compare(tmp_path / "s").read_text()).text
+    assert main(["report", str(tmp_path / "s"), "--json"]) == 2
+    assert "no cell of" in capsys.readouterr().err
+
+
 def test_a_sweep_without_a_simulator_says_so(tmp_path):
     run = make_run(tmp_path / "s" / "bc-mine", [], env=None, data="mine.npz")
     (run / "metrics.jsonl").write_text('{"step": 200, "seed": 0}\n')

@@ -15,6 +15,7 @@ from replaylab.errors import UsageError
 from replaylab.published import canonical, dataset_name
 from replaylab.results import UNREADABLE, Evaluations, Run, dictionary, finite, read_runs, text
 from replaylab.results import compare as differences
+from replaylab.run import RunFolder
 from replaylab.sweep.plan import Cell
 from replaylab.sweep.queue import Queue
 
@@ -145,7 +146,8 @@ def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
     """Read a sweep's folder, or run folders."""
     paths = [Path(runs)] if isinstance(runs, (str, Path)) else [Path(p) for p in runs]
     cells, states, why = read_sweep(paths[0]) if len(paths) == 1 else ({}, {}, {})
-    found = read_runs(paths)
+    begun = not cells or any(RunFolder(folder).exists() for folder in paths[0].iterdir())
+    found = read_runs(paths) if begun else []
     broken = [run for run in found if run.info.get("status") == UNREADABLE]
     states |= {run.path.name: UNREADABLE for run in broken}
     why |= {run.name: run.notes[0] for run in broken}

@@ -155,7 +155,7 @@ def read_plan(path: str | Path, per_device: int | None = None) -> Plan:
     if not cells:
         raise UsageError(f"{path}: no cells: it needs `systems`, and `datasets` or `environments` for them")
     names = [name for row, parts in rows for name in {row, *(cell.name for cell in parts)}]
-    _distinct(f"{path}: cells (give the systems a `name`)", names)
+    _distinct(f"{path}: cells (give systems or datasets a `name`)", names)
     budget = values.get("budget")
     per_device = values.get("per_device", 1) if per_device is None else per_device
     if budget is not None and not (_is_number(budget) and budget > 0):
@@ -329,6 +329,8 @@ def _name(where: str, values: Mapping[str, Any], usual: str) -> str:
     found = values.get("name", usual)
     if not isinstance(found, str) or not found:  # YAML reads off, no, on and yes as true or false
         raise UsageError(f"{where}: a name must be text, in quotes where YAML takes it for something else: {found!r}")
+    if not _slug(found):
+        raise UsageError(f"{where}: the name '{found}' has no letter or digit, which its folder needs")
     return found
 
 
@@ -363,4 +365,4 @@ def _text(value: Any) -> str:
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-.")
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-.")
