@@ -14,7 +14,8 @@ from pages import Page
 
 from replaylab import scores
 from replaylab.cli import main
-from replaylab.compare import compare, export, gather, markdown, results_markdown, to_csv
+from replaylab.compare import compare, export, gather, holds_results, markdown, results_markdown, to_csv
+from replaylab.compare.evidence import FORMAT
 from replaylab.config import read_yaml, write_yaml
 from replaylab.errors import ReplaylabError, UsageError
 from replaylab.published import PUBLISHED, canonical, dataset_name, published
@@ -474,6 +475,8 @@ def test_from_runs_to_the_evidence_by_the_command_line(sweep, tmp_path, capsys):
     assert (tmp_path / "RESULTS.md").read_text() == results_markdown(folder, tmp_path / "RESULTS.md")
     assert capsys.readouterr().out.count("wrote") == 2
     assert main(["report", str(folder), "--json"]) == 2 and "are JSON already" in capsys.readouterr().err
+    assert main(["report", str(sweep), "--json", "--out", "x.html"]) == 2
+    assert "--out and --json are different reports" in capsys.readouterr().err
 
 
 def test_the_committed_results_are_made_from_the_committed_files(monkeypatch):
@@ -489,3 +492,38 @@ def test_the_same_seed_twice_is_told(tmp_path):
     found = gather(tmp_path / "s")
     assert len(found.entries) == 1 and found.entries[0].seed_means() == [90, 50]
     assert any(f"seed 0 is in {tmp_path / 's' / 'a'} too" in note for run in found.runs for note in run.notes)
+
+
+def test_an_export_replaces_only_its_own_result(tmp_path, capsys):
+    first, longer, other = (tmp_path / name / "a" for name in "xyz")
+    make_run(first, [(200, 0, [10])])
+    make_run(longer, [(400, 0, [20])], steps=400)
+    make_run(other, [(200, 0, [30])], data="walker2d-medium.npz")
+    (kept,) = export(first, tmp_path / "r")
+    export(longer, tmp_path / "r")
+    assert json.loads(kept.read_text())["steps"] == 400
+    with pytest.raises(UsageError, match=r"a.json holds the result of a run with another task: remove it"):
+        export(other, tmp_path / "r")
+    (tmp_path / "mine.json").write_text("[1, 2]")
+    with pytest.raises(UsageError, match=r"mine.json holds something else"):
+        export(first, tmp_path / "mine.json")
+    assert (tmp_path / "mine.json").read_text() == "[1, 2]" and json.loads(kept.read_text())["task"] == "hopper-medium"
+
+
+def test_a_damaged_result_is_named(tmp_path):
+    (whole,) = export(make_run(tmp_path / "a", [(200, 0, [10])]), tmp_path / "r")
+    kept = whole.read_text()
+    for change, words in (
+        ({"scores": [{}]}, "it lacks 'settings'"),
+        ({"scores": 3}, "int"),
+        ({"format": FORMAT}, "'task'"),
+    ):
+        values = {k: v for k, v in json.loads(kept).items() if k != "task" or "scores" in change} | change
+        whole.write_text(json.dumps(values, indent=1))
+        with pytest.raises(UsageError, match=rf"a.json is no whole result \(.*{words}.*\): export its run again"):
+            results_markdown(tmp_path / "r", tmp_path / "R.md")
+    whole.write_text(kept)
+    (tmp_path / "r" / "b.json").write_bytes(b"\xff\x00")
+    assert holds_results(tmp_path / "r")
+    with pytest.raises(UsageError, match=r"b\.json is not valid JSON"):
+        results_markdown(tmp_path / "r", tmp_path / "R.md")
