@@ -227,6 +227,7 @@ def test_a_system_with_tasks_of_its_own_does_not_hide_the_aggregates(tmp_path):
     assert gather(tmp_path / "s").complete() == (["bc", "dt"], ["a"], ["mopo"])
     text = Page(compare(tmp_path / "s", tmp_path / "c.html", reports=False).read_text()).text
     assert "Probability of improvement" in text and "Without mopo: not evaluated on a, or" in text and "1 task," in text
+    assert "Without the tasks b: no normalised scores" in text and "Parameters, all seeds" in text
 
 
 def test_plain_runs_are_told_apart_by_what_differs(tmp_path):
