@@ -274,6 +274,14 @@ def test_datasets_of_a_sweep_keep_their_names(tmp_path):
     assert "published" in markdown(found)
 
 
+def test_runs_that_left_the_sweeps_file_are_told(sweep):
+    make_run(sweep / "bc-old", [(200, 0, [10])], seeds=[0], lr=0.5)
+    found = gather(sweep)
+    assert [line for line in found.doubts if "not in its file" in line] == [
+        "bc-old: in the sweep's folder, but not in its file"
+    ]
+
+
 def test_published_scores_stand_only_beside_scores_of_their_kind(tmp_path):
     run = make_run(tmp_path / "a", [(200, 0, [10])])
     line = json.loads((run / "eval.jsonl").read_text()) | {"normalized": None}

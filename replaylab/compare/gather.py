@@ -148,6 +148,9 @@ def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
     cells, states, why = read_sweep(paths[0]) if len(paths) == 1 else ({}, {}, {})
     begun = not cells or any(RunFolder(folder).exists() for folder in paths[0].iterdir())
     found = read_runs(paths) if begun else []
+    for run in found if cells else []:
+        if run.path.name not in cells:
+            run.notes.append("in the sweep's folder, but not in its file")
     broken = [run for run in found if run.info.get("status") == UNREADABLE]
     states |= {run.path.name: UNREADABLE for run in broken}
     why |= {run.name: run.notes[0] for run in broken}
