@@ -127,6 +127,15 @@ def test_evaluating_a_run(tmp_path):
         replaylab.evaluate(run, device="cpu")
 
 
+def test_an_environment_has_one_name_in_the_records():
+    class Still:
+        def act(self, observations, state):
+            return torch.zeros(*observations.shape[:2], 3), state
+
+    (record,) = evaluate_module().evaluate_agent(Still(), [0], "hopper", 1)
+    assert record["env"] == "d4rl/hopper" and record["normalized"]
+
+
 def test_evaluation_leaves_the_random_numbers_of_training_alone(tmp_path):
     class Sampler:
         def act(self, observations, state):
