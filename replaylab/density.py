@@ -286,12 +286,15 @@ def shifted_tests(model: Density, held_out: Episodes, distances: Sequence[float]
     """For each distance, how well the model separates held-out episodes from the same ones shifted."""
     found: list[dict[str, Any]] = []
     count = math.ceil(TEST_ROWS / held_out.lengths.mean())
+    bar = Progress("test", len(distances), unit="distances")
     for distance in distances:
         test = corrupt(held_out, distance, episodes_count=min(count, held_out.num_episodes))
         log_prob, rows = evaluate(model, test)
         labels, threshold = test.extras["ood"][rows], model.report["threshold"]
         histogram = binned(log_prob, labels, threshold)
         found.append({"distance": distance, **detection(log_prob, labels, threshold), "histogram": histogram})
+        bar.update(len(found))
+    bar.close()
     return found
 
 

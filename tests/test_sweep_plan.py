@@ -149,6 +149,11 @@ def test_list_of_settings_joined_data_and_split_seeds(place):
         ),
         ({"datasets": [{"path": "one.npz", "options": {"max_steps": "few"}}]}, "max_steps must be int, not 'few'"),
         (
+            {"datasets": [{"path": "one.npz", "options": {"max_episode_steps": 0}}]},
+            "max_episode_steps must be at least 1",
+        ),
+        ({"settings": {"device": "tpu"}}, r"systems\[0\]: unknown device 'tpu': use auto, cpu or cuda"),
+        (
             {"datasets": [{"path": "one.npz", "options": {"split": "flag"}}]},
             "split: unknown value 'flag'; did you mean",
         ),

@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from replaylab.algos import system
-from replaylab.config import check, knob, read_yaml, resolve
+from replaylab.config import COUNT, check, knob, read_yaml, resolve
 from replaylab.data.formats.common import check_columns
 from replaylab.data.read import FORMATS, SAMPLES, TOYS, detect
 from replaylab.errors import MissingExtra, ReplaylabError, UsageError, nearest
@@ -59,11 +59,11 @@ class Reading:
     """How data is read: the options of `load`, except `columns`."""
 
     format: str | None = knob(None, "found by looking", FORMATS)
-    max_episode_steps: int | None = knob(None, "an episode ends after so many")
+    max_episode_steps: int | None = knob(None, "an episode ends after so many", COUNT)
     split: str = knob("flags", "where unmarked episodes end", ("flags", "discontinuity"))
-    checkpoints: int | None = knob(None, "of a DQN-replay log, the last so many")
-    max_steps: int | None = knob(None, "of a DQN-replay log")
-    episodes_per_checkpoint: int | None = knob(None, "of a DQN-replay log")
+    checkpoints: int | None = knob(None, "of a DQN-replay log, the last so many", COUNT)
+    max_steps: int | None = knob(None, "of a DQN-replay log", COUNT)
+    episodes_per_checkpoint: int | None = knob(None, "of a DQN-replay log", COUNT)
 
 
 @dataclass(frozen=True)
@@ -250,6 +250,8 @@ def _check(where: str, module: ModuleType, preset: str | None, settings: dict[st
             [(f"preset {preset}", module.PRESETS[preset] if preset else {}), ("settings", settings)],
         )
         _environment(options.env, module)
+        if not options.device.startswith(("auto", "cpu", "cuda")):  # whether it is there, its machine must say
+            raise UsageError(f"unknown device '{options.device}': use auto, cpu or cuda")
 
 
 def _environment(env: str | None, module: ModuleType | None = None) -> None:
