@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,13 +73,21 @@ class Run:
 
 
 def read_runs(paths: str | Path | Iterable[str | Path]) -> list[Run]:
-    """Read each run once, however often it is named. If one of several is unreadable, it is kept with a note."""
+    """Read each run once, however often it is named. If one of several is unreadable, it is kept with a note. What is
+    no run is left out of several, with a note: `runs/*` may name a report too."""
     folders: dict[Path, RunFolder] = {}
-    for path in [paths] if isinstance(paths, str | Path) else paths:
-        for folder in _folders(Path(path)):
-            folders.setdefault(folder.path.resolve(), folder)
+    given = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    for path in given:
+        try:
+            found = _folders(path)
+        except UsageError as error:
+            if len(given) == 1 or not path.exists():
+                raise
+            print(f"note: left out: {error}", file=sys.stderr)
+            continue
+        folders |= {folder.path.resolve(): folder for folder in found if folder.path.resolve() not in folders}
     if not folders:
-        raise UsageError("no run folders given")
+        raise UsageError("none of these is a run folder" if given else "no run folders given")
     last = [path.name for path in folders]
     runs = []
     for path, folder in folders.items():
