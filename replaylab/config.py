@@ -215,16 +215,30 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     for line in text.splitlines():
         match = _OWN_LINE.match(line)
         try:
-            found[match[1]] = json.loads(match[2])  # type: ignore[index]
+            key, value = match[1], json.loads(match[2])  # type: ignore[index]
         except (TypeError, ValueError, RecursionError):  # not written by `write_yaml`
             return _parse_yaml(path, text)
+        if key in found:
+            return _parse_yaml(path, text)  # which refuses that
+        found[key] = value
     return found
 
 
 def _parse_yaml(path: Path, text: str) -> dict[str, Any]:
     yaml = require("yaml", "reading a YAML file")
+
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
+        """Refuses a key that stands twice, of which YAML's own would drop the first."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            for key, _ in reversed(node.value):
+                if keys.count(key.value) > 1:
+                    raise yaml.MarkedYAMLError(problem=f"'{key.value}' is there twice", problem_mark=key.start_mark)
+            return super().construct_mapping(node, deep)
+
     try:
-        values = yaml.safe_load(text)
+        values = Loader(text).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:

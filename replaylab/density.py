@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -252,7 +253,16 @@ def _check_training(kind: str, steps: int | None, batch_size: int | None, lr: fl
 
 
 def _check_folder(out: str | Path | None, overwrite: bool) -> None:
-    if out is None or not Path(out).exists():
+    """Fail before the training, not after it."""
+    if out is None:
+        return
+    try:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".replaylab-", dir=Path(out).parent):
+            pass
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror}") from error
+    if not Path(out).exists():
         return
     if not (Path(out) / "density.json").exists():
         raise UsageError(f"{out} exists already and is no density folder: choose another --out")
@@ -276,12 +286,15 @@ def shifted_tests(model: Density, held_out: Episodes, distances: Sequence[float]
     """For each distance, how well the model separates held-out episodes from the same ones shifted."""
     found: list[dict[str, Any]] = []
     count = math.ceil(TEST_ROWS / held_out.lengths.mean())
+    bar = Progress("test", len(distances), unit="distances")
     for distance in distances:
         test = corrupt(held_out, distance, episodes_count=min(count, held_out.num_episodes))
         log_prob, rows = evaluate(model, test)
         labels, threshold = test.extras["ood"][rows], model.report["threshold"]
         histogram = binned(log_prob, labels, threshold)
         found.append({"distance": distance, **detection(log_prob, labels, threshold), "histogram": histogram})
+        bar.update(len(found))
+    bar.close()
     return found
 
 
@@ -330,6 +343,7 @@ def load(folder: str | Path, device: str = "auto") -> Density:
         width = report["observation_dim"] * (2 if report["inputs"] == "sas" else 1) + report["action_dim"]
         model = make(report["kind"], width, **report["settings"])
         model.load_state_dict(load_tensors(folder / "weights.safetensors"))
+        model.threshold(report["percentile"])
     except OSError as error:
         raise UsageError(f"{folder} is not a density folder: {error}") from error
     except (ValueError, KeyError, TypeError, RuntimeError) as error:

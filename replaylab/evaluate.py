@@ -222,6 +222,9 @@ def evaluate_agent(
     targets: Sequence[float] = (),
 ) -> list[dict[str, Any]]:
     """One record per seed (and target): the return, raw and normalised, and the length of every episode."""
+    from replaylab import envs
+
+    env_id = envs.canonical(env_id)  # hopper is d4rl/hopper: reports must not take them for two
     targets = list(targets or getattr(agent, "targets", []))
     begin = (lambda batch: agent.begin(batch, targets)) if hasattr(agent, "begin") else None
     variants = max(1, len(targets))

@@ -327,7 +327,8 @@ def _machine_html(runs: list[Run]) -> Html:
     for run in runs:
         machine = run.info.get("machine")
         described = dict(machine) if isinstance(machine, dict) else {}
-        described |= {k: run.info[k] for k in ("started", "finished", "parameters", "command") if k in run.info}
+        told = {"started": "", "finished": "", "parameters": ", all seeds", "command": ""}
+        described |= {key + more: run.info[key] for key, more in told.items() if key in run.info}
         machines.append({**described, "time": duration(finite(run.info.get("seconds")))})
     shared, differing = compare(machines)
     parts = facts((key, text(value)) for key, value in shared.items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,13 +73,21 @@ class Run:
 
 
 def read_runs(paths: str | Path | Iterable[str | Path]) -> list[Run]:
-    """Read each run once, however often it is named. If one of several is unreadable, it is kept with a note."""
+    """Read each run once, however often it is named. If one of several is unreadable, it is kept with a note. What is
+    no run is left out of several, with a note: `runs/*` may name a report too."""
     folders: dict[Path, RunFolder] = {}
-    for path in [paths] if isinstance(paths, str | Path) else paths:
-        for folder in _folders(Path(path)):
-            folders.setdefault(folder.path.resolve(), folder)
+    given = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    for path in given:
+        try:
+            found = _folders(path)
+        except UsageError as error:
+            if len(given) == 1 or not path.exists():
+                raise
+            print(f"note: left out: {error}", file=sys.stderr)
+            continue
+        folders |= {folder.path.resolve(): folder for folder in found if folder.path.resolve() not in folders}
     if not folders:
-        raise UsageError("no run folders given")
+        raise UsageError("none of these is a run folder" if given else "no run folders given")
     last = [path.name for path in folders]
     runs = []
     for path, folder in folders.items():
@@ -108,6 +117,8 @@ def _read_run(folder: RunFolder, name: str) -> Run:
 def _folders(path: Path) -> list[RunFolder]:
     """The run folders inside `path`, or `path` itself if it holds none."""
     inside = [RunFolder(p) for p in sorted(path.iterdir())] if path.is_dir() else []
+    if (path / "sweep.json").exists() and not any(f.exists() for f in inside):
+        raise UsageError(f"no cell of {path} has a run folder yet: see {path / 'status'}")
     return [f for f in inside if f.exists()] if any(f.exists() for f in inside) else [RunFolder(path).require()]
 
 
@@ -232,7 +243,8 @@ def _scored(group: Evaluations) -> dict[str, Any]:
 
 def why_unscored(envs: Iterable[Any]) -> str:
     """Says why runs with these environments have no scores."""
-    if any(envs):
+    known = list(envs)
+    if any(known) or not known:
         return "No evaluation has finished yet."
     return "No environment was given: nothing was evaluated. `replaylab assess RUN` says what the log alone can tell."
 

@@ -6,6 +6,7 @@ import math
 import shutil
 from dataclasses import replace
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -111,12 +112,15 @@ def test_levels_hold_what_they_say(tmp_path, capsys):
     recipe = log.meta["recipe"]
     assert recipe["seed"] == 0 and recipe["settings"]["train_steps"] == 600 and len(recipe["curve"]) == 3
     assert not (tmp_path / "p.training").exists()
+    assert log.meta["notes"] == ["6 of 6 episodes end with a chapter of the training: their returns are not whole"]
     uniform = log.extras["infos/action_log_probs"][log.offsets[0] : log.offsets[0] + 100]
     np.testing.assert_allclose(uniform, -math.log(4.0), rtol=1e-5)  # random actions in [-2, 2]
     collect("Pendulum-v1", tmp_path / "r", level="random", steps=600, device="cpu", **TINY)
     random = load(tmp_path / "r")
     assert len(random) == 600 and random.attachments["metadata/policy/fc0/weight"].shape == (16, 3)
     assert random.attachments["metadata/policy/last_fc_log_std/bias"].shape == (1,)
+    whole = TINY | {"chapter": 400, "train_steps": 400, "warm_up": 400}  # as many steps as an episode has
+    assert load(collect("Pendulum-v1", tmp_path / "w", level="full-replay", device="cpu", **whole)).meta["notes"] == []
 
 
 def test_the_policy_in_the_file_gives_the_logged_probabilities(tmp_path, capsys):
@@ -291,6 +295,55 @@ def test_unknown_environments_list_the_known_ones(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+class Endless(gymnasium.Env):
+    """Nothing ever ends here, and actions have the bounds that it is given."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, low=-1.0, shape=(1,)):
+        self.action_space = gymnasium.spaces.Box(low, 1, shape, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+
+def test_environments_that_sac_cannot_learn_in(tmp_path, monkeypatch, capsys):
+    for name, given in (("Endless", {}), ("Unbounded", {"low": -np.inf}), ("Matrix", {"shape": (2, 2)})):
+        gymnasium.register(f"{name}-v0", Endless, kwargs=given)
+    monkeypatch.setattr("replaylab.collect.levels.MAX_STEPS", 30)
+    log = load(collect("Endless-v0", tmp_path / "e", level="random", steps=50, device="cpu", **TINY))
+    assert (
+        log.lengths.tolist() == [30, 30] and log.truncated.sum() == 2 and "cut after 30 steps" in log.meta["notes"][0]
+    )
+    for name, words in (("Unbounded", "actions between bounds"), ("Matrix", "continuous action vectors")):
+        with pytest.raises(UsageError, match=words):
+            collect(f"{name}-v0", tmp_path / "x", level="random", device="cpu", **TINY)
+    for given, words in (
+        ({"train_steps": 700}, r"train_steps must be a multiple of chapter \(200\), not 700"),
+        ({"chapter": 201}, r"chapter must be a multiple of environments \(2\), not 201"),
+        ({"seed": -1}, "seed must be at least 0"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            collect("Pendulum-v1", tmp_path / "x", device="cpu", **TINY | given)
+    assert [path.name for path in tmp_path.iterdir()] == ["e"]
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def stop(self, *args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(ReplaylabError, match="the same command goes on"):
+        patch.setattr(Online, "_reached", lambda self: len(self.curve) == 2 and stop(self))
+        collect("pendulum", tmp_path / "p", level="full-replay", device="cpu", **TINY)
+    with pytest.raises(UsageError, match="trained for 400 steps already, more than the 200 of train_steps"):
+        collect("pendulum", tmp_path / "p", level="full-replay", device="cpu", **TINY | {"train_steps": 200})
+    assert len(load(collect("pendulum", tmp_path / "p", level="full-replay", device="cpu", **TINY))) == 600
+
+
 def test_mazes_are_written_in_any_format(tmp_path, capsys):
     collect("pointmaze-umaze", tmp_path / "m", steps=50, format="npz", compact=True)
     log = load(tmp_path / "m", format="npz")
@@ -320,4 +373,7 @@ def test_going_on_with_what_was_cut_short(tmp_path, capsys):
         collect("d4rl/hopper", tmp_path / "h", level="all", steps=100, device="cpu", **TINY | {"train_steps": 800})
     assert (tmp_path / "h" / "random" / "meta.json").stat().st_mtime_ns == written
     assert trained_for("expert") == trained_for("full-replay") == 800
+    with pytest.raises(DataError, match="train longer"):  # other rows are asked for
+        collect("d4rl/hopper", tmp_path / "h", level="all", steps=300, device="cpu", **TINY | {"train_steps": 800})
+    assert len(load(tmp_path / "h" / "random")) >= 300
     assert len(json.loads((tmp_path / "h.training" / "curve.json").read_text())) == 4

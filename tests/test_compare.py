@@ -14,7 +14,8 @@ from pages import Page
 
 from replaylab import scores
 from replaylab.cli import main
-from replaylab.compare import compare, export, gather, markdown, results_markdown, to_csv
+from replaylab.compare import compare, export, gather, holds_results, markdown, results_markdown, to_csv
+from replaylab.compare.evidence import FORMAT
 from replaylab.config import read_yaml, write_yaml
 from replaylab.errors import ReplaylabError, UsageError
 from replaylab.published import PUBLISHED, canonical, dataset_name, published
@@ -29,8 +30,10 @@ def returns(*normalized):
     return [LOW + score / 100 * (HIGH - LOW) for score in normalized]
 
 
-def make_run(path, evaluations, *, system="bc", data="hopper-medium.npz", status="finished", seconds=360.0, **config):
-    """evaluations: (step, seed, normalised scores, settings) each."""
+def make_run(
+    path, evaluations, *, system="bc", data="hopper-medium.npz", status="finished", seconds=360.0, rows=9, **config
+):
+    """evaluations: (step, seed, normalised scores, settings) each; rows: of the data."""
     path.mkdir(parents=True)
     given = {"system": system, "data": [data], "env": "d4rl/hopper", "preset": None, "steps": 200, "seeds": [0, 1]}
     write_yaml(path / "config.yaml", given | config)
@@ -40,7 +43,8 @@ def make_run(path, evaluations, *, system="bc", data="hopper-medium.npz", status
         "started": "2026-01-02T03:04:05",
         "finished": "2026-01-03T03:04:05",
     }
-    about |= {"seconds": seconds, "status": status, "machine": machine, "parameters": 1234, "data": None}
+    about |= {"seconds": seconds, "status": status, "machine": machine, "parameters": 1234}
+    about |= {"data": {"steps": rows, "episodes": 1, "return": {"mean": 1.0}}}
     (path / "run.json").write_text(json.dumps(about))
     lines = []
     for step, seed, values, *settings in evaluations:
@@ -223,6 +227,7 @@ def test_a_system_with_tasks_of_its_own_does_not_hide_the_aggregates(tmp_path):
     assert gather(tmp_path / "s").complete() == (["bc", "dt"], ["a"], ["mopo"])
     text = Page(compare(tmp_path / "s", tmp_path / "c.html", reports=False).read_text()).text
     assert "Probability of improvement" in text and "Without mopo: not evaluated on a, or" in text and "1 task," in text
+    assert "Without the tasks b: no normalised scores" in text and "Parameters, all seeds" in text
 
 
 def test_plain_runs_are_told_apart_by_what_differs(tmp_path):
@@ -233,9 +238,29 @@ def test_plain_runs_are_told_apart_by_what_differs(tmp_path):
     found = gather([tmp_path / "a", tmp_path / "c"])
     assert found.rows == ["bc"] and found.tasks == ["hopper-medium"]
     assert len(found.entries[0].last) == 2  # seeds of two runs are one entry
-    make_run(tmp_path / "d", [(200, 0, [20])], lr=0.1, data="x/hopper/medium-v0")
-    found = gather([tmp_path / "a", tmp_path / "d"])  # the same seed twice: nothing may be lost
-    assert found.tasks == ["hopper-medium", "hopper-medium-v0"] and len(found.entries) == 2
+
+
+def test_different_data_of_one_name_are_different_tasks(tmp_path):
+    """The seeds of a run at one site are no seeds of a run at another, though both call their log log.npz."""
+    make_run(tmp_path / "a", [(200, 0, [10])], data="a/log.npz")
+    make_run(tmp_path / "b", [(200, 1, [20])], data="b/log.npz", rows=8)
+    make_run(tmp_path / "c", [(200, 1, [30])], data="/copy/of/a/log.npz", system="dt")
+    assert gather([tmp_path / "a", tmp_path / "c"]).tasks == ["log"]
+    found = gather([tmp_path / "a", tmp_path / "b"])
+    assert found.tasks == ["a/log.npz", "b/log.npz"] and [len(entry.last) for entry in found.entries] == [1, 1]
+    make_run(tmp_path / "d", [(200, 0, [20])], data="hopper/medium-v0")
+    make_run(tmp_path / "e", [(200, 1, [20])], data="hopper-medium-v2.hdf5", rows=8)
+    assert gather([tmp_path / "d", tmp_path / "e"]).tasks == ["hopper-medium-v0", "hopper-medium-v2"]
+    make_run(tmp_path / "f", [(200, 1, [20])], data="a/log.npz", rows=7)  # the file has changed
+    assert gather([tmp_path / "a", tmp_path / "f"]).tasks == ["a/log.npz #1", "a/log.npz #2"]
+
+
+def test_normalised_scores_and_returns_are_not_mixed(tmp_path):
+    make_run(tmp_path / "a", [(200, 0, [10])])
+    run = make_run(tmp_path / "b", [(200, 1, [30])])
+    (run / "eval.jsonl").write_text(json.dumps(json.loads((run / "eval.jsonl").read_text()) | {"normalized": None}))
+    (entry,) = gather([tmp_path / "a", tmp_path / "b"]).entries
+    assert entry.kind == "return" and entry.seed_means() == pytest.approx(returns(10, 30))
 
 
 def test_datasets_of_a_sweep_keep_their_names(tmp_path):
@@ -247,6 +272,14 @@ def test_datasets_of_a_sweep_keep_their_names(tmp_path):
     found = gather(tmp_path / "s")
     assert found.tasks == ["hopper-medium-v0", "hopper-medium-v2"]
     assert "published" in markdown(found)
+
+
+def test_runs_that_left_the_sweeps_file_are_told(sweep):
+    make_run(sweep / "bc-old", [(200, 0, [10])], seeds=[0], lr=0.5)
+    found = gather(sweep)
+    assert [line for line in found.doubts if "not in its file" in line] == [
+        "bc-old: in the sweep's folder, but not in its file"
+    ]
 
 
 def test_published_scores_stand_only_beside_scores_of_their_kind(tmp_path):
@@ -279,6 +312,18 @@ def test_a_sweep_without_any_evaluation_has_a_page(tmp_path):
     make_run(tmp_path / "s" / "a", [], status="running")
     text = Page(re.sub(r'<a href="[^"#]+"', '<a href="#"', compare(tmp_path / "s").read_text())).text
     assert "No evaluation has finished yet" in text and "not finished (running)" in text
+
+
+def test_a_sweep_whose_cells_all_failed_at_once_has_a_page(tmp_path, capsys):
+    cell = Cell("bc-mine", "bc", "bc", "mine", "", ["mine.npz"], None, None, {}, [0])
+    queue = Queue(tmp_path / "s")
+    queue.write(Plan("s", [cell]))
+    queue.record(cell, "failed", error="mine.npz is gone")
+    text = markdown(gather(tmp_path / "s"))
+    assert "| bc | failed |" in text and "No evaluation has finished" in text and "bc-mine: mine.npz is gone" in text
+    assert "bc-mine: mine.npz is gone" in Page(compare(tmp_path / "s").read_text()).text
+    assert main(["report", str(tmp_path / "s"), "--json"]) == 2
+    assert "no cell of" in capsys.readouterr().err
 
 
 def test_a_sweep_without_a_simulator_says_so(tmp_path):
@@ -439,6 +484,8 @@ def test_from_runs_to_the_evidence_by_the_command_line(sweep, tmp_path, capsys):
     assert (tmp_path / "RESULTS.md").read_text() == results_markdown(folder, tmp_path / "RESULTS.md")
     assert capsys.readouterr().out.count("wrote") == 2
     assert main(["report", str(folder), "--json"]) == 2 and "are JSON already" in capsys.readouterr().err
+    assert main(["report", str(sweep), "--json", "--out", "x.html"]) == 2
+    assert "--out and --json are different reports" in capsys.readouterr().err
 
 
 def test_the_committed_results_are_made_from_the_committed_files(monkeypatch):
@@ -449,7 +496,43 @@ def test_the_committed_results_are_made_from_the_committed_files(monkeypatch):
 
 def test_the_same_seed_twice_is_told(tmp_path):
     make_run(tmp_path / "s" / "a", [(200, 0, [30])], seeds=[0])
-    make_run(tmp_path / "s" / "b", [(200, 0, [90])], seeds=[0])
+    make_run(tmp_path / "s" / "b", [(200, 1, [50])], seeds=[1])
+    make_run(tmp_path / "s" / "c", [(200, 0, [90])], seeds=[0])
     found = gather(tmp_path / "s")
-    assert len(found.entries) == 1
-    assert any("seed 0 is in" in note and str(tmp_path / "s" / "a") in note for run in found.runs for note in run.notes)
+    assert len(found.entries) == 1 and found.entries[0].seed_means() == [90, 50]
+    assert any(f"seed 0 is in {tmp_path / 's' / 'a'} too" in note for run in found.runs for note in run.notes)
+
+
+def test_an_export_replaces_only_its_own_result(tmp_path, capsys):
+    first, longer, other = (tmp_path / name / "a" for name in "xyz")
+    make_run(first, [(200, 0, [10])])
+    make_run(longer, [(400, 0, [20])], steps=400)
+    make_run(other, [(200, 0, [30])], data="walker2d-medium.npz")
+    (kept,) = export(first, tmp_path / "r")
+    export(longer, tmp_path / "r")
+    assert json.loads(kept.read_text())["steps"] == 400
+    with pytest.raises(UsageError, match=r"a.json holds the result of a run with another task: remove it"):
+        export(other, tmp_path / "r")
+    (tmp_path / "mine.json").write_text("[1, 2]")
+    with pytest.raises(UsageError, match=r"mine.json holds something else"):
+        export(first, tmp_path / "mine.json")
+    assert (tmp_path / "mine.json").read_text() == "[1, 2]" and json.loads(kept.read_text())["task"] == "hopper-medium"
+
+
+def test_a_damaged_result_is_named(tmp_path):
+    (whole,) = export(make_run(tmp_path / "a", [(200, 0, [10])]), tmp_path / "r")
+    kept = whole.read_text()
+    for change, words in (
+        ({"scores": [{}]}, "it lacks 'settings'"),
+        ({"scores": 3}, "int"),
+        ({"format": FORMAT}, "'task'"),
+    ):
+        values = {k: v for k, v in json.loads(kept).items() if k != "task" or "scores" in change} | change
+        whole.write_text(json.dumps(values, indent=1))
+        with pytest.raises(UsageError, match=rf"a.json is no whole result \(.*{words}.*\): export its run again"):
+            results_markdown(tmp_path / "r", tmp_path / "R.md")
+    whole.write_text(kept)
+    (tmp_path / "r" / "b.json").write_bytes(b"\xff\x00")
+    assert holds_results(tmp_path / "r")
+    with pytest.raises(UsageError, match=r"b\.json is not valid JSON"):
+        results_markdown(tmp_path / "r", tmp_path / "R.md")

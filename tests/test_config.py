@@ -92,6 +92,12 @@ def test_ordinary_yaml_is_read(tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [1\nb")
     with pytest.raises(UsageError, match="not valid YAML"):
         read_yaml(tmp_path / "bad.yaml")
+    for text in ("steps: 1\nlr: 2\nsteps: 3\n", "settings: {lr: 1,\n lr: 2}\nsteps: 3\n"):  # the last would win
+        (tmp_path / "twice.yaml").write_text(text)
+        with pytest.raises(
+            UsageError, match=r"twice.yaml is not valid YAML: '(steps|lr)' is there twice in .*line [23]"
+        ):
+            read_yaml(tmp_path / "twice.yaml")
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -189,3 +189,19 @@ def test_command_line(tmp_path, capsys):
     assert main(["density", "score", folder, "--data", data, "--out", str(page), "--device", "cpu"]) == 0
     assert page.exists() and "below the threshold" in capsys.readouterr().out
     assert main(["density", "fit", "--data", data, "--kind", "kd", "--out", folder + "2"]) == 2
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(density, "train", lambda *args: pytest.fail("trained"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot write .*file/model: "):
+        density.fit(walk(), "realnvp", tmp_path / "file" / "model", device="cpu", **SMALL["realnvp"])
+
+
+def test_a_model_without_its_percentile_is_not_readable(tmp_path):
+    density.fit(walk(), "kde", tmp_path / "m", device="cpu")
+    report = json.loads((tmp_path / "m" / "density.json").read_text())
+    del report["percentile"]
+    (tmp_path / "m" / "density.json").write_text(json.dumps(report))
+    with pytest.raises(DataError, match="does not hold a readable density model: 'percentile'"):
+        density.load(tmp_path / "m")

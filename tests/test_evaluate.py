@@ -140,6 +140,15 @@ def test_no_observations_get_no_actions(name):
         assert actions.dtype == (np.int64 if spaces.discrete else np.float32)
 
 
+def test_an_environment_has_one_name_in_the_records():
+    class Still:
+        def act(self, observations, state):
+            return torch.zeros(*observations.shape[:2], 3), state
+
+    (record,) = evaluate_module().evaluate_agent(Still(), [0], "hopper", 1)
+    assert record["env"] == "d4rl/hopper" and record["normalized"]
+
+
 def test_evaluation_leaves_the_random_numbers_of_training_alone(tmp_path):
     class Sampler:
         def act(self, observations, state):

@@ -138,6 +138,19 @@ def test_a_failed_run_says_why(tmp_path):
     assert summarize_runs([run])[0]["notes"] == ["not finished (failed: loss became NaN): this is what there is so far"]
 
 
+def test_the_report_of_a_folder_is_not_in_the_way_of_its_runs(tmp_path, capsys):
+    """`report runs` writes runs/report.html, which the shell hands over with the rest of `runs/*`."""
+    make_run(tmp_path / "runs" / "a", two_seeds())
+    report(tmp_path / "runs", tmp_path / "runs" / "report.html")
+    given = sorted((tmp_path / "runs").iterdir())
+    assert [row["run"] for row in summarize_runs(given)] == ["a"]
+    assert "note: left out: " in capsys.readouterr().err
+    with pytest.raises(UsageError, match="does not exist"):
+        summarize_runs([*given, tmp_path / "runs" / "b"])
+    with pytest.raises(UsageError, match="none of these is a run folder"):
+        summarize_runs(given[1:] + given[1:])
+
+
 def test_a_run_that_is_named_twice_counts_once(tmp_path):
     for name in "ab":
         make_run(tmp_path / "many" / name, two_seeds())

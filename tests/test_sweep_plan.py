@@ -30,6 +30,7 @@ from replaylab.sweep.estimate import (
     configured,
     estimate,
     finished_before,
+    together,
     usual_preset,
 )
 from replaylab.sweep.plan import Plan, Reading
@@ -55,6 +56,13 @@ def test_cells_are_systems_by_datasets_by_settings(place):
     assert last.settings["lr"] == 3e-4 and last.settings["hidden"] == [8, 4]  # YAML takes 3e-4 for a word
     assert Plan.from_json(plan.to_json()) == plan
     assert "--top-fraction 0.5" in " ".join(best.command("x")) and "--seeds 7" in " ".join(best.command("x"))
+
+
+def test_names_may_be_in_any_script(place):
+    systems = [{"system": "bc", "name": name} for name in ("복제", "기준 1")]
+    plan = read_plan(write(place, name="비교", systems=systems, datasets=[{"name": "병원", "path": "one.npz"}]))
+    assert plan.name == "비교" and [c.name for c in plan.cells] == ["복제-병원", "기준-1-병원"]
+    assert [c.label for c in plan.cells] == ["복제", "기준-1"]
 
 
 def test_list_of_settings_joined_data_and_split_seeds(place):
@@ -106,6 +114,7 @@ def test_list_of_settings_joined_data_and_split_seeds(place):
         ({"sytems": []}, "unknown key 'sytems'; did you mean 'systems'"),
         ({"budget": "long"}, "budget must be minutes"),
         ({"name": "a/b"}, "fit for a folder"),
+        ({"systems": [{"system": "bc", "name": "***"}]}, r"systems\[0\]: the name '\*\*\*' has no letter"),
         ({"datasets": []}, "bc learns from logs: list `datasets`"),
         ({"datasets": [["one.npz", 3]]}, r"datasets\[0\]: a path is a word"),
         ({"systems": [{"system": "bc", "datasets": "one"}]}, r"systems\[0\]: `datasets` must be a list"),
@@ -139,6 +148,11 @@ def test_list_of_settings_joined_data_and_split_seeds(place):
             "options: unknown key 'xyz'; known: .*columns",
         ),
         ({"datasets": [{"path": "one.npz", "options": {"max_steps": "few"}}]}, "max_steps must be int, not 'few'"),
+        (
+            {"datasets": [{"path": "one.npz", "options": {"max_episode_steps": 0}}]},
+            "max_episode_steps must be at least 1",
+        ),
+        ({"settings": {"device": "tpu"}}, r"systems\[0\]: unknown device 'tpu': use auto, cpu or cuda"),
         (
             {"datasets": [{"path": "one.npz", "options": {"split": "flag"}}]},
             "split: unknown value 'flag'; did you mean",
@@ -261,6 +275,7 @@ def test_dry_run_shows_cells_and_time_and_does_nothing(place, capsys):
     assert "bc-one  2 seeds   new" in shown and "2 cells, 2 to do" in shown and "as measured" in shown
     run(path, dry_run=True, per_device=2)
     assert "with 2 processes" in capsys.readouterr().out
+    assert together([30.0, 60.0], 2) == together([60.0], 1)  # a cell has one process, however many there are
     run(path, dry_run=True, on="ray")  # of the cluster nothing is known
     shown = capsys.readouterr().out
     assert "one after another on a CPU; Ray runs as many at once" in shown and "process" not in shown

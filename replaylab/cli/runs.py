@@ -317,6 +317,8 @@ def _report(args: argparse.Namespace) -> None:
     from replaylab.report import report, summarize_runs
 
     first, alone, out = Path(args.runs[0]), len(args.runs) == 1, getattr(args, "out", None)
+    if len(given := [name for name in ("out", "json", "export") if hasattr(args, name)]) > 1:
+        raise UsageError(f"--{given[0]} and --{given[1]} are different reports: give one of them")
     if hasattr(args, "export"):
         for path in compare.export(args.runs, args.export):
             print(f"wrote {path}")

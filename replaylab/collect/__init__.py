@@ -17,6 +17,7 @@ import torch
 
 import replaylab
 from replaylab.config import resolve
+from replaylab.data.damage import check_seed
 from replaylab.data.episodes import Episodes, concatenate
 from replaylab.data.read import load
 from replaylab.data.write import check_target, save
@@ -47,6 +48,7 @@ def collect(
     out = Path(out)
     if steps is not None and steps < 1:
         raise UsageError(f"steps must be at least 1, not {steps}")
+    check_seed(seed)
     if env.startswith("atari/"):
         if format not in (None, "dqn-replay") or compact:
             raise UsageError(f"{env}: Atari data is written as DQN-replay logs: leave --to and --compact out")
@@ -100,12 +102,16 @@ def _collect_levels(
     targets = {name: out / name if level == "all" else out for name in names}
     training = out.with_name(out.name + ".training")
     asked = {"env": env, "seed": seed} | vars(config)
+
+    def asked_of(name: str) -> dict[str, Any]:
+        return {"env": env, "level": name, "steps": steps, "compact": compact}
+
     resumed = going_on(training, asked, overwrite)
     for name, path in list(targets.items()):
         if path.exists() and resumed and level == "all":  # written before the interruption, perhaps in part
             about = load(path).meta
             older = about["recipe"]["settings"]["train_steps"] != config.train_steps and name != "random"
-            if not older and "cut_short" not in about:
+            if not older and "cut_short" not in about and about["recipe"].get("asked") == asked_of(name):
                 targets.pop(name)
         elif path.exists() and not overwrite:
             raise UsageError(f"{path} exists: pass --overwrite or another --out")
@@ -121,8 +127,7 @@ def _collect_levels(
         except DataError as error:  # no policy was good enough for this level; other levels may not need it
             missed = error
             continue
-        wanted = {"env": env, "level": name, "steps": steps, "compact": compact}
-        made = recipe(config, seed) | {"asked": wanted} | episodes.meta.get("recipe", {})
+        made = recipe(config, seed) | {"asked": asked_of(name)} | episodes.meta.get("recipe", {})
         episodes = replace(episodes, meta=episodes.meta | {"recipe": made})
         again = overwrite or path.exists()
         save_what_fits(rounded(episodes) if compact else episodes, path, overwrite=again, format=format)

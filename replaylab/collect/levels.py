@@ -24,6 +24,7 @@ from replaylab.algos.sac import SAC
 from replaylab.collect.online import Online
 from replaylab.data.episodes import Episodes, concatenate
 from replaylab.errors import DataError
+from replaylab.evaluate import MAX_STEPS
 from replaylab.progress import Progress
 
 ROLL_ENVS = 64
@@ -126,15 +127,21 @@ def roll(online: Online, actor: dict[str, Tensor], steps: int, seed: int, label:
     observations = env.reset(seed=[int(s) for s in rng.integers(0, 2**31, count)])[0].astype(np.float32)
     seen: list[tuple[np.ndarray, ...]] = []
     finals: list[list[np.ndarray]] = [[] for _ in range(count)]
-    playing, played = np.ones(count, bool), np.zeros(count, np.int64)
+    playing, played, length = np.ones(count, bool), np.zeros(count, np.int64), np.zeros(count, np.int64)
+    endless = 0  # episodes that had to be cut
     bar = Progress(f"roll out {label}", steps)
     while playing.any():
         actions, log_prob = (v[0].numpy() for v in sac.sample(torch.from_numpy(observations)[None]))
         following, rewards, terminated, truncated, _ = env.step(actions)
         following = following.astype(np.float32)
+        length += 1
+        cut = (length >= MAX_STEPS) & ~terminated & ~truncated
+        truncated = truncated | cut
         seen.append((observations, actions, rewards, terminated, truncated, log_prob, playing.copy()))
         played += playing
         done = (terminated | truncated) & playing
+        endless += int((cut & playing).sum())
+        length[done] = 0
         for i in np.flatnonzero(done):
             finals[i].append(following[i])
             playing[i] = played[i] < steps / count  # stop at the end of the episode in which the quota is met
@@ -149,7 +156,9 @@ def roll(online: Online, actor: dict[str, Tensor], steps: int, seed: int, label:
     *stacked, mine = (np.stack(column, 1) for column in zip(*seen, strict=True))  # (environments, steps, ...)
     columns = [column[mine] for column in stacked]  # one environment after another
     attachments = {f"metadata/policy/{k}": v for k, v in layers_of(actor).items()}
-    return _episodes(online, columns, np.array([f for stream in finals for f in stream]), attachments)
+    notes = [f"{endless} of the episodes were cut after {MAX_STEPS:,} steps: {online.env_id} does not end them"]
+    episodes = _episodes(online, columns, np.array([f for stream in finals for f in stream]), attachments)
+    return replace(episodes, meta=episodes.meta | {"notes": notes if endless else []})
 
 
 def layers_of(actor: dict[str, Tensor]) -> dict[str, np.ndarray]:
@@ -172,7 +181,7 @@ def layers_of(actor: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
 def replay(online: Online, candidate: int, chapters: int) -> Episodes:
     """Everything a candidate saw in its first `chapters` chapters, in each one environment after another."""
-    parts = []
+    parts, cut = [], 0
     mine = slice(candidate * online.config.environments, (candidate + 1) * online.config.environments)
     for chapter in range(chapters):
         rows = online.history(chapter)
@@ -181,7 +190,10 @@ def replay(online: Online, candidate: int, chapters: int) -> Episodes:
         names = ("observations", "actions", "rewards", "terminated", "truncated", "log_probs")
         columns = [np.concatenate(list(rows[name][mine])) for name in names]
         parts.append(_episodes(online, columns, np.concatenate(per_env[mine]), {}))
-    return replace(concatenate(parts), meta=_meta(online))
+        cut += int(rows["cut"][mine].sum()) if "cut" in rows else 0  # not in trainings begun before it was kept
+    episodes = concatenate(parts)
+    note = f"{cut} of {episodes.num_episodes} episodes end with a chapter of the training: their returns are not whole"
+    return replace(episodes, meta=_meta(online) | {"notes": [note] if cut else []})
 
 
 def _episodes(

@@ -32,6 +32,7 @@ from replaylab.fuse import fused
 from replaylab.progress import Progress, duration
 from replaylab.step import Graph
 from replaylab.tensors import load_tensors, save_tensors
+from replaylab.trainer import Interrupted
 
 
 @dataclass
@@ -83,15 +84,20 @@ class Online:
 
     def __init__(self, env_id: str, config: Config, seed: int, device: torch.device, folder: Path):
         self.env_id, self.config, self.seed, self.device, self.folder = env_id, config, seed, device, folder
-        if config.chapter % config.environments or config.train_steps < config.chapter:
+        if config.chapter % config.environments:
             raise UsageError(
-                f"chapter must be a multiple of environments ({config.environments}) and at most train_steps "
-                f"({config.train_steps:,}), not {config.chapter:,}"
+                f"chapter must be a multiple of environments ({config.environments}), not {config.chapter:,}"
+            )
+        if config.train_steps % config.chapter:
+            raise UsageError(
+                f"train_steps must be a multiple of chapter ({config.chapter:,}), not {config.train_steps:,}"
             )
         self.env = envs.make_vec(env_id, config.candidates * config.environments)
         box = self.env.single_action_space
-        if not hasattr(box, "low") or len(self.env.single_observation_space.shape) != 1:
-            raise UsageError(f"{env_id}: collecting with SAC needs vector observations and continuous actions")
+        if not hasattr(box, "low") or len(self.env.single_observation_space.shape) != 1 or len(box.shape) != 1:
+            raise UsageError(f"{env_id}: collecting with SAC needs vector observations and continuous action vectors")
+        if not np.isfinite([box.low, box.high]).all():
+            raise UsageError(f"{env_id}: collecting with SAC needs actions between bounds, and some have none")
         shape = [int(n) for n in self.env.single_observation_space.shape]
         self.spaces = Spaces(shape, "float32", int(box.shape[0]), False, box.low.tolist(), box.high.tolist())
         torch.manual_seed(seed)
@@ -123,6 +129,15 @@ class Online:
         config = self.config
         self._restore()
         bar = Progress(f"sac {self.env_id}", config.train_steps, self.replay.cursor)
+        try:
+            self._train(bar)
+        except KeyboardInterrupt:
+            raise Interrupted("stopped: the same command goes on from the last whole chapter") from None
+        bar.close()
+        self.env.close()
+
+    def _train(self, bar: Progress) -> None:
+        config = self.config
         for chapter in range(len(self.curve), config.train_steps // config.chapter):
             if self._reached():
                 break
@@ -135,8 +150,6 @@ class Online:
             self.curve.append({"step": step, "seconds": round(self.seconds, 2), "returns": means})
             self._save(chapter, rows)
             bar.say(f"step {step}: return {', '.join(f'{m:.0f}' for m in means)} ({duration(self.seconds)})")
-        bar.close()
-        self.env.close()
 
     def _reached(self) -> bool:
         stop = self.config.stop_at
@@ -181,8 +194,10 @@ class Online:
                 observations = np.where(done[:, None], fresh, following)
             bar.update(self.replay.cursor)
         rows = {name: np.stack(values, 1) for name, values in seen.items()}
-        rows["truncated"][:, -1] |= ~rows["terminated"][:, -1]  # episodes are cut at the end of a chapter
         ends = rows["terminated"] | rows["truncated"]
+        rows["cut"] = np.zeros_like(ends)  # the end of a chapter ends what is under way
+        rows["cut"][:, -1] = ~ends[:, -1]
+        rows["truncated"], ends = rows["truncated"] | rows["cut"], ends | rows["cut"]
         following_rows = np.stack(finals, 1)
         return rows | {"log_probs": np.stack(log_probs, 1), "finals": following_rows[ends]}
 
@@ -227,7 +242,12 @@ class Online:
         if not path.exists():
             return
         self.curve = json.loads(path.read_text())
-        self.seconds = self.curve[-1]["seconds"]
+        self.seconds, done = self.curve[-1]["seconds"], self.curve[-1]["step"]
+        if done > self.config.train_steps:
+            raise UsageError(
+                f"{self.folder} has been trained for {done:,} steps already, more than the {self.config.train_steps:,} "
+                f"of train_steps: ask for more, or pass --overwrite to start anew"
+            )
         state = load_tensors(self.folder / f"sac-{len(self.curve) - 1}")
         self.sac.load_state_dict({k: v for k, v in state.items() if not k.startswith("optimizer.")})
         optimizer = self.sac.optimizers["all"]

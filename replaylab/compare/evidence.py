@@ -29,7 +29,7 @@ from replaylab.config import default_of
 from replaylab.errors import DataError, UsageError
 from replaylab.page import check_suffix, count, duration, number, plus_minus, span, write_page
 from replaylab.published import ORIGINALS, published
-from replaylab.results import UNREADABLE, Evaluations, Run, dictionary, read_runs
+from replaylab.results import BROKEN, UNREADABLE, Evaluations, Run, dictionary, read_runs, text
 from replaylab.trainer import Options
 
 FORMAT = "replaylab-result-1"
@@ -65,7 +65,27 @@ def export(runs: str | Path | Iterable[str | Path], out: str | Path, *, note: st
         if path in results:
             raise UsageError(f"two of the runs would be {path}: export them to folders of their own")
         results[path] = _result(run, note)
+        if path.exists():
+            _check_replaced(path, results[path])
     return [write_page(path, json.dumps(result, indent=1) + "\n") for path, result in results.items()]
+
+
+def _check_replaced(path: Path, result: dict[str, Any]) -> None:
+    """Refuse to write over anything but an earlier result of the same training, perhaps a shorter one."""
+    try:
+        there = dictionary(json.loads(path.read_text()))
+    except ValueError:
+        there = {}
+    was, now = _identity(there), _identity(json.loads(json.dumps(result)))
+    changed = [key for key in now if was[key] != now[key]]
+    if changed:
+        what = f"the result of a run with another {changed[0]}" if there.get("format") == FORMAT else "something else"
+        raise UsageError(f"{path} holds {what}: remove it, or export to another place")
+
+
+def _identity(result: dict[str, Any]) -> dict[str, Any]:
+    settings = dictionary(result.get("settings")) | {"steps": None}
+    return {k: result.get(k) for k in ("format", "system", "task", "preset", "seeds")} | {"settings": settings}
 
 
 def _result(found: Run, note: str) -> dict[str, Any]:
@@ -89,7 +109,7 @@ def _result(found: Run, note: str) -> dict[str, Any]:
         "machine": info.get("machine"),
         "date": str(info.get("finished") or info.get("started") or "")[:10],
         "seconds": info.get("seconds"),
-        "status": info.get("status"),
+        "status": info.get("status") or "unknown",
         "note": "; ".join([*([note] if note else []), *found.doubts]),
         "scores": [{"env": group.env, "settings": group.settings, **_score(group)} for group in found.evaluations],
     }
@@ -138,13 +158,14 @@ def results_markdown(folder: str | Path, out: str | Path) -> str:
     folder, out = Path(folder), Path(out)
     results, benches = [], []
     inside = os.path.relpath(folder, out.parent)
-    for path in sorted(folder.glob("*.json")):
+    for path in _files(folder):
         try:
             found = json.loads(path.read_text())
         except ValueError as error:
             raise UsageError(f"{path} is not valid JSON: {error}") from error
         if isinstance(found, dict) and found.get("format") == FORMAT:
             results.append(found | {"file": f"[{path.name}]({Path(inside, path.name)})"})
+            _check(path, results[-1])
         elif path.name.startswith("bench-") and isinstance(found, dict):
             benches.append(found)
     if not results:
@@ -158,9 +179,22 @@ def results_markdown(folder: str | Path, out: str | Path) -> str:
 
 def holds_results(folder: str | Path) -> bool:
     """Whether a folder holds result files."""
-    return any(
-        f'"format": "{FORMAT}"' in path.read_text(errors="replace")[:200] for path in Path(folder).glob("*.json")
-    )
+    return any(f'"format": "{FORMAT}"' in path.read_text(errors="replace")[:200] for path in _files(Path(folder)))
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.json")) if path.is_file()]
+
+
+def _check(path: Path, result: dict[str, Any]) -> None:
+    """Refuse a file that was damaged after it was exported, by its name."""
+    try:
+        _lines(result)
+        _machines([result])
+        _ = [text(result[key]) for key in ("system", "task", "name", "command")]
+    except BROKEN as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{path} is no whole result ({why}): export its run again") from error
 
 
 def _speed(benches: Sequence[dict[str, Any]]) -> str:
@@ -190,8 +224,7 @@ def _section(task: str, results: Sequence[dict[str, Any]]) -> str:
         f"|{'---|' * len(HEAD)}",
     ]
     for result in sorted(results, key=lambda r: (str(r["system"]), str(r["row"]), r["name"])):
-        by_target = sorted(result["scores"], key=lambda score: -float(score["settings"].get("target", 0)))
-        lines += [_row(result, score) for score in by_target] or [_unscored(result)]
+        lines += _lines(result)
     kinds = {score["kind"] for r in results for score in r["scores"]}
     for p in published([task]):
         known = told_as(p, task, *kinds) if len(kinds) == 1 else None
@@ -204,6 +237,11 @@ def _section(task: str, results: Sequence[dict[str, Any]]) -> str:
     lines += ["", *(["```", *commands, "```"] if commands else [])]  # `python -` and `python -c` leave no command
     lines += [f"- {r['name']}: {r['note']}" for r in results if r.get("note")]
     return "\n".join(lines) + "\n"
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    by_target = sorted(result["scores"], key=lambda score: -float(score["settings"].get("target", 0)))
+    return [_row(result, score) for score in by_target] or [_unscored(result)]
 
 
 def _settings(result: dict[str, Any]) -> str:

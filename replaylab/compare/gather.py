@@ -13,8 +13,9 @@ import numpy as np
 from replaylab import stats
 from replaylab.errors import UsageError
 from replaylab.published import canonical, dataset_name
-from replaylab.results import UNREADABLE, Evaluations, Run, finite, read_runs, text
+from replaylab.results import UNREADABLE, Evaluations, Run, dictionary, finite, read_runs, text
 from replaylab.results import compare as differences
+from replaylab.run import RunFolder
 from replaylab.sweep.plan import Cell
 from replaylab.sweep.queue import Queue
 
@@ -145,7 +146,11 @@ def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
     """Read a sweep's folder, or run folders."""
     paths = [Path(runs)] if isinstance(runs, (str, Path)) else [Path(p) for p in runs]
     cells, states, why = read_sweep(paths[0]) if len(paths) == 1 else ({}, {}, {})
-    found = read_runs(paths)
+    begun = not cells or any(RunFolder(folder).exists() for folder in paths[0].iterdir())
+    found = read_runs(paths) if begun else []
+    for run in found if cells else []:
+        if run.path.name not in cells:
+            run.notes.append("in the sweep's folder, but not in its file")
     broken = [run for run in found if run.info.get("status") == UNREADABLE]
     states |= {run.path.name: UNREADABLE for run in broken}
     why |= {run.name: run.notes[0] for run in broken}
@@ -154,15 +159,14 @@ def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
     played: dict[str, set[str]] = {}  # dataset -> environments
     for run in found:
         played.setdefault(names[run.path][1], set()).update(_game(group.env) for group in run.evaluations)
-    entries: dict[tuple[str, str], Entry] = {}
+    parts: dict[tuple[str, str], list[tuple[Run, Evaluations]]] = {}
     for run in found:
-        row, task, system = names[run.path]
+        row, task, _ = names[run.path]
         for group, label in zip(run.evaluations, labels(run.evaluations), strict=True):
             where = task if len(played[task]) == 1 else f"{task} in {_game(group.env)}"
             key = (f"{row}, {label}" if label else row, where)
-            entry = entries.setdefault(key, Entry(key[0], system, where, group.env, group.normalized))
-            entry.status = status[row, task, system]
-            _add(entry, group, run)
+            parts.setdefault(key, []).append((run, group))
+    entries = [_entry(*key, part, names[part[0][0].path], status) for key, part in parts.items()]
     scored = {names[run.path] for run in found if run.evaluations}
     unscored = {
         name: Unscored(known, [run for run in found if names[run.path] == name and run not in broken])
@@ -170,7 +174,7 @@ def gather(runs: str | Path | Iterable[str | Path]) -> Comparison:
         if name not in scored
     }
     title = paths[0].resolve().name if len(paths) == 1 else "runs"
-    return Comparison(title, list(entries.values()), found, why, unscored, list(status))
+    return Comparison(title, entries, found, why, unscored, list(status))
 
 
 def read_sweep(folder: Path) -> tuple[dict[str, Cell], dict[str, str], dict[str, str]]:
@@ -195,7 +199,7 @@ def name_of(cell: Cell) -> Name:
 
 def names_of(runs: Sequence[Run], cells: dict[str, Cell]) -> dict[Path, Name]:
     """The name of each run: as in the sweep, else from the settings that differ between the runs."""
-    found = {}
+    found, tasks = {}, tasks_of([run for run in runs if run.path.name not in cells])
     for run in runs:
         cell = cells.get(run.path.name)
         if cell:
@@ -205,23 +209,46 @@ def names_of(runs: Sequence[Run], cells: dict[str, Cell]) -> dict[Path, Name]:
         others = [r.config for r in runs if text(r.config.get("system") or "unknown") == system]
         settings = [{k: v for k, v in config.items() if k not in NOT_A_SETTING} for config in others]
         differing = ", ".join(f"{k} {text(run.config.get(k))}" for k in differences(settings)[1])
-        found[run.path] = (f"{system} ({differing})" if differing else system, task_of(run), system)
-    plain = [run for run in runs if run.path.name not in cells]
-    for key in {found[run.path] for run in plain}:  # the same seed on two versions of a dataset: two tasks
-        alike = [run for run in plain if found[run.path] == key]
-        seeds = [seed for run in alike for seed in {seed for group in run.evaluations for seed in group.last()}]
-        if len(set(seeds)) < len(seeds) and len({task_of(run, full=True) for run in alike}) > 1:
-            found |= {run.path: (key[0], task_of(run, full=True), key[2]) for run in alike}
+        found[run.path] = (f"{system} ({differing})" if differing else system, tasks[run.path], system)
     return found
 
 
-def task_of(run: Run, full: bool = False) -> str:
-    """The dataset of a run, else its environment, by its canonical name; `full`: by the dataset's own name."""
+def tasks_of(runs: Sequence[Run]) -> dict[Path, str]:
+    """The dataset of each run, else its environment: by its canonical name. Where that would put different data under
+    one name, by the dataset's own, else by its paths, else with a number."""
+    found = {run.path: task_of(run) for run in runs}
+    for name in (dataset_name, str):
+        found |= {run.path: "+".join(map(name, _paths(run))) for run, _ in _mixed(runs, found) if _paths(run)}
+    return found | {run.path: f"{found[run.path]} #{number}" for run, number in _mixed(runs, found)}
+
+
+def _mixed(runs: Sequence[Run], tasks: dict[Path, str]) -> list[tuple[Run, int]]:
+    """The runs whose task has the name of one with other data too, and which of its data each has, from 1."""
+    kinds: dict[str, dict[Any, int]] = {}
+    for run in runs:
+        known = kinds.setdefault(tasks[run.path], {})
+        known.setdefault(_contents(run), len(known) + 1)
+    return [(run, kinds[tasks[run.path]][_contents(run)]) for run in runs if len(kinds[tasks[run.path]]) > 1]
+
+
+def task_of(run: Run) -> str:
+    env = text(run.config.get("env") or "unknown")
+    return "+".join(canonical(dataset_name(p)) for p in _paths(run)) or canonical(_game(env))
+
+
+def _paths(run: Run) -> list[str]:
     data = run.config.get("data")
-    paths = [text(p) for p in (data if isinstance(data, list) else [data] if data else [])]
-    env = _game(text(run.config.get("env") or "unknown"))
-    names = [dataset_name(p) for p in paths]
-    return "+".join(names if full else map(canonical, names)) or canonical(env)
+    return [text(p) for p in (data if isinstance(data, list) else [data] if data else [])]
+
+
+def _contents(run: Run) -> tuple[Any, ...]:
+    """Equal for runs on the same data, wherever it lies: rows, episodes and mean return (sums differ a little between
+    machines). The name of the data where they are not known."""
+    summary = dictionary(run.info.get("data")) if _paths(run) else {}
+    mean = finite(dictionary(summary.get("return")).get("mean"))
+    if mean is None:
+        return tuple(map(dataset_name, _paths(run)))
+    return summary.get("steps"), summary.get("episodes"), f"{mean:.4g}"
 
 
 def _game(env: str) -> str:
@@ -257,20 +284,25 @@ def _status(
     }
 
 
-def _add(entry: Entry, group: Evaluations, run: Run) -> None:
-    entry.normalized &= group.normalized
-    key = "normalized" if group.normalized else "returns"
-    if again := [seed for seed in group.seeds if seed in entry.curves]:
-        others = ", ".join(str(other.path) for other in entry.runs)
-        run.notes.append(f"seed {', '.join(again)} is in {others} too: where both have a step, this run's counts")
-    for step in sorted(group.lines):
-        for seed, line in group.lines[step].items():
-            entry.curves.setdefault(seed, {})[step] = line[key]
+def _entry(row: str, task: str, parts: Sequence[tuple[Run, Evaluations]], name: Name, status: dict[Name, str]) -> Entry:
+    """All seeds of one system under one setting on one task, which may be spread over several runs."""
+    normalized = all(group.normalized for _, group in parts)  # else returns: the two must not be mixed
+    key = "normalized" if normalized else "returns"
+    entry = Entry(row, name[2], task, parts[0][1].env, normalized, status=status[name])
+    for run, group in parts:
+        if again := [seed for seed in group.seeds if seed in entry.curves]:
+            others = [str(r.path) for r, theirs in parts if r in entry.runs and not {*again}.isdisjoint(theirs.seeds)]
+            told = f"seed {', '.join(again)} is in {', '.join(others)} too"
+            run.notes.append(f"{told}: where both have a step, this run's counts")
+        for seed in group.seeds:
+            steps = {step: line[seed][key] for step, line in sorted(group.lines.items()) if seed in line}
+            entry.curves.setdefault(seed, {}).update(steps)
+        entry.runs.append(run)
     for seed, by_step in entry.curves.items():
         last = max(by_step)
         best = max(by_step, key=lambda step: float(np.mean(by_step[step])))
         entry.last[seed], entry.best[seed] = (last, by_step[last]), (best, by_step[best])
-    entry.runs.append(run)
+    return entry
 
 
 def hours(run: Run) -> tuple[float | None, bool]:

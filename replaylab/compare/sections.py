@@ -124,6 +124,8 @@ def _over_all(
     going = [f"{e.row} on {e.task} ({remark(e)})" for e in here if remark(e)]
     if going:
         parts.insert(0, note(f"With scores of what is not finished: {'; '.join(going)}."))
+    if others := [task for task in found.tasks if task not in tasks]:
+        parts.insert(0, note(f"Without the tasks {', '.join(others)}: no normalised scores of these systems there."))
     if left_out:
         where = "every task" if len(tasks) == len(found.tasks) else ", ".join(tasks)
         parts.insert(0, note(f"Without {', '.join(left_out)}: not evaluated on {where}, or not normalised."))
@@ -200,7 +202,7 @@ def _cost(found: Comparison, out: Path) -> Html:
         total += spent or 0.0
         on_gpu += (spent or 0.0) if gpu else 0.0
         lines.append(_cost_row(run, spent, gpu, out))
-    head = ["Run", "Time", "GPU hours", "Device", "Seeds", "Steps", "Parameters", "Status", "Finished"]
+    head = ["Run", "Time", "GPU hours", "Device", "Seeds", "Steps", "Parameters, all seeds", "Status", "Finished"]
     summary = note(
         f"{count(len(found.runs), 'run')}, {duration(3600 * total)} in all, {number(on_gpu)} GPU hours. A run's time "
         f"holds its training and its evaluations; processes that shared a GPU count their own hours each."

@@ -7,6 +7,7 @@ file, queue.py keeps the cells' state on disk, local.py and cluster.py run them.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -97,7 +98,8 @@ def run(
     said = "" if busy is None else f", GPU {busy:.0f} % busy"
     say(
         f"{plan.name}: {len(found.finished)} of {count(found.cells, 'cell')} finished, {len(found.failed)} failed, "
-        f"{len(found.left)} left, {time.time() - began:.0f} s{said}; compare them with: replaylab report {queue.folder}"
+        f"{len(found.left)} left, {time.time() - began:.0f} s{said}; compare them with: replaylab report "
+        f"{shlex.quote(str(queue.folder))}"
     )
     return found
 

@@ -195,7 +195,7 @@ def together(seconds: Sequence[float | None], workers: int) -> str:
     known = [s for s in seconds if s is not None]
     more = len(seconds) - len(known)
     unknown = f" and {count(more, 'cell')} of unknown length" if more else ""
-    return f"about {duration(sum(known) / workers)}{unknown}"
+    return f"about {duration(max([sum(known) / workers, *known]))}{unknown}"
 
 
 def describe(

@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from replaylab.algos import system
-from replaylab.config import check, knob, read_yaml, resolve
+from replaylab.config import COUNT, check, knob, read_yaml, resolve
 from replaylab.data.formats.common import check_columns
 from replaylab.data.read import FORMATS, SAMPLES, TOYS, detect
 from replaylab.errors import MissingExtra, ReplaylabError, UsageError, nearest
@@ -59,11 +59,11 @@ class Reading:
     """How data is read: the options of `load`, except `columns`."""
 
     format: str | None = knob(None, "found by looking", FORMATS)
-    max_episode_steps: int | None = knob(None, "an episode ends after so many")
+    max_episode_steps: int | None = knob(None, "an episode ends after so many", COUNT)
     split: str = knob("flags", "where unmarked episodes end", ("flags", "discontinuity"))
-    checkpoints: int | None = knob(None, "of a DQN-replay log, the last so many")
-    max_steps: int | None = knob(None, "of a DQN-replay log")
-    episodes_per_checkpoint: int | None = knob(None, "of a DQN-replay log")
+    checkpoints: int | None = knob(None, "of a DQN-replay log, the last so many", COUNT)
+    max_steps: int | None = knob(None, "of a DQN-replay log", COUNT)
+    episodes_per_checkpoint: int | None = knob(None, "of a DQN-replay log", COUNT)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def read_plan(path: str | Path, per_device: int | None = None) -> Plan:
     if not cells:
         raise UsageError(f"{path}: no cells: it needs `systems`, and `datasets` or `environments` for them")
     names = [name for row, parts in rows for name in {row, *(cell.name for cell in parts)}]
-    _distinct(f"{path}: cells (give the systems a `name`)", names)
+    _distinct(f"{path}: cells (give systems or datasets a `name`)", names)
     budget = values.get("budget")
     per_device = values.get("per_device", 1) if per_device is None else per_device
     if budget is not None and not (_is_number(budget) and budget > 0):
@@ -250,6 +250,8 @@ def _check(where: str, module: ModuleType, preset: str | None, settings: dict[st
             [(f"preset {preset}", module.PRESETS[preset] if preset else {}), ("settings", settings)],
         )
         _environment(options.env, module)
+        if not options.device.startswith(("auto", "cpu", "cuda")):  # whether it is there, its machine must say
+            raise UsageError(f"unknown device '{options.device}': use auto, cpu or cuda")
 
 
 def _environment(env: str | None, module: ModuleType | None = None) -> None:
@@ -329,6 +331,8 @@ def _name(where: str, values: Mapping[str, Any], usual: str) -> str:
     found = values.get("name", usual)
     if not isinstance(found, str) or not found:  # YAML reads off, no, on and yes as true or false
         raise UsageError(f"{where}: a name must be text, in quotes where YAML takes it for something else: {found!r}")
+    if not _slug(found):
+        raise UsageError(f"{where}: the name '{found}' has no letter or digit, which its folder needs")
     return found
 
 
@@ -363,4 +367,4 @@ def _text(value: Any) -> str:
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-.")
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-.")

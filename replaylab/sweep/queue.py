@@ -75,10 +75,10 @@ class Queue:
     def events(self, cell: Cell) -> list[dict[str, Any]]:
         path = self.status / f"{cell.name}.jsonl"
         found = []
-        for line in path.read_text().splitlines() if path.exists() else []:
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError):  # a line that a kill cut short
                 found.append(json.loads(line))
-        return found
+        return [event for event in found if isinstance(event, dict)]
 
     def record(self, cell: Cell, event: str, **more: Any) -> None:
         line = {"event": event, "time": time.time(), "host": platform.node(), "pid": os.getpid(), **more}
