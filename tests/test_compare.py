@@ -1,4 +1,4 @@
-"""The comparison on fabricated run folders: numbers by hand, a page that is whole, evidence that is generated."""
+"""The comparison on fabricated run folders: numbers by hand, a page that is whole."""
 
 from __future__ import annotations
 
@@ -7,74 +7,23 @@ import io
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
+from comparing import make_run, make_sweep, returns
 from pages import Page
 
-from replaylab import scores
 from replaylab.cli import main
-from replaylab.compare import compare, export, gather, holds_results, markdown, results_markdown, to_csv
-from replaylab.compare.evidence import FORMAT
+from replaylab.compare import compare, export, gather, markdown, results_markdown, to_csv
 from replaylab.config import read_yaml, write_yaml
-from replaylab.errors import ReplaylabError, UsageError
+from replaylab.errors import ReplaylabError
 from replaylab.published import PUBLISHED, canonical, dataset_name, published
 from replaylab.sweep.plan import Cell, Plan
 from replaylab.sweep.queue import Queue
 
-LOW, HIGH = scores.REFERENCES["hopper"]
-
-
-def returns(*normalized):
-    """Returns of hopper with these normalised scores."""
-    return [LOW + score / 100 * (HIGH - LOW) for score in normalized]
-
-
-def make_run(
-    path, evaluations, *, system="bc", data="hopper-medium.npz", status="finished", seconds=360.0, rows=9, **config
-):
-    """evaluations: (step, seed, normalised scores, settings) each; rows: of the data."""
-    path.mkdir(parents=True)
-    given = {"system": system, "data": [data], "env": "d4rl/hopper", "preset": None, "steps": 200, "seeds": [0, 1]}
-    write_yaml(path / "config.yaml", given | config)
-    machine = {"device": "NVIDIA H200", "cpu": "EPYC", "cores": 16, "torch": "2.11"}
-    about = {
-        "command": f"replaylab train {system}",
-        "started": "2026-01-02T03:04:05",
-        "finished": "2026-01-03T03:04:05",
-    }
-    about |= {"seconds": seconds, "status": status, "machine": machine, "parameters": 1234}
-    about |= {"data": {"steps": rows, "episodes": 1, "return": {"mean": 1.0}}}
-    (path / "run.json").write_text(json.dumps(about))
-    lines = []
-    for step, seed, values, *settings in evaluations:
-        line = {"step": step, "seed": seed, "env": "d4rl/hopper", "episodes": len(values), "returns": returns(*values)}
-        line |= {"normalized": list(values), "lengths": [1] * len(values), "settings": dict(*settings), "seconds": 1.0}
-        lines.append(json.dumps(line) + "\n")
-    (path / "eval.jsonl").write_text("".join(lines))
-    return path
-
 
 @pytest.fixture
 def sweep(tmp_path):
-    """Two systems on two datasets, one cell missing; the best evaluation of `bc` is not its last."""
-    folder = tmp_path / "sweeps" / "demo"
-    make_run(
-        folder / "bc-hopper-medium", [(100, 0, [90, 90]), (100, 1, [80, 80]), (200, 0, [40, 60]), (200, 1, [60, 80])]
-    )
-    make_run(folder / "bc-hopper-expert", [(200, 0, [100, 100]), (200, 1, [110, 110])], data="hopper-expert.npz")
-    targets = [(200, s, [v, v], {"target": t}) for s in (0, 1) for t, v in ((3600.0, 70 + s), (1800.0, 30 + s))]
-    make_run(folder / "dt-hopper-medium", targets, system="dt")
-    cells = [
-        Cell(f"{s}-{d}", s, s, d, "", [f"{d}.npz"], None, None, {}, [0, 1])
-        for s in ("bc", "dt")
-        for d in ("hopper-medium", "hopper-expert")
-    ]
-    queue = Queue(folder)
-    queue.write(Plan("demo", cells))
-    queue.record(cells[3], "started")
-    queue.record(cells[3], "failed", error="out of <memory>")
-    return folder
+    return make_sweep(tmp_path)
 
 
 def test_the_table_shows_the_last_score_and_the_best_apart(sweep):
@@ -380,6 +329,15 @@ def test_the_format_is_that_of_the_suffix(sweep, tmp_path, capsys):
     assert "r.html: its name must end in .md" in capsys.readouterr().err
 
 
+def test_the_same_seed_twice_is_told(tmp_path):
+    make_run(tmp_path / "s" / "a", [(200, 0, [30])], seeds=[0])
+    make_run(tmp_path / "s" / "b", [(200, 1, [50])], seeds=[1])
+    make_run(tmp_path / "s" / "c", [(200, 0, [90])], seeds=[0])
+    found = gather(tmp_path / "s")
+    assert len(found.entries) == 1 and found.entries[0].seed_means() == [90, 50]
+    assert any(f"seed 0 is in {tmp_path / 's' / 'a'} too" in note for run in found.runs for note in run.notes)
+
+
 # --- published numbers
 
 
@@ -403,136 +361,3 @@ def test_published_are_found_by_any_spelling():
     assert canonical("hopper-medium+walker2d-expert") == "hopper-medium+walker2d-expert"
     assert dataset_name("data/hopper/medium-v0") == "hopper-medium-v0" and dataset_name("logs/mine.npz") == "mine"
     assert next(p for p in published(["atari/pong"]) if p.label == "SimPLe").scores["atari/pong"] == (12.8, None)
-
-
-# --- evidence
-
-
-def test_evidence_is_small_and_the_text_is_made_from_it(sweep, tmp_path):
-    folder = tmp_path / "results"
-    for cell in ("bc-hopper-medium", "dt-hopper-medium"):
-        export(sweep / cell, folder, note="shared the GPU" if cell.startswith("dt") else "")
-    bench = {"machine": {"device": "NVIDIA H200", "cores": 16, "torch": "2.11"}}
-    row = {"case": "sac-update", "unit": "ms"}
-    bench["rows"] = [row | {"what": "sac update", "figure": 0.25}, row | {"what": "eight seeds", "figure": 0.5}]
-    (folder / "bench-h200.json").write_text(json.dumps(bench))
-    (folder / "curve.json").write_text('{"of": "another kind"}')
-    result = json.loads((folder / "bc-hopper-medium.json").read_text())
-    assert (folder / "bc-hopper-medium.json").stat().st_size < 4000
-    (only,) = result["scores"]
-    assert [line["mean"] for line in only["last"]] == [50, 70] and [line["mean"] for line in only["best"]] == [90, 80]
-    assert only["last"][0] | {"return": 0} == {
-        "seed": 0, "step": 200, "episodes": 2, "mean": 50, "std": 10, "min": 40, "max": 60, "return": 0,
-    }  # fmt: skip
-    assert result["settings"] == {"steps": 200} and result["date"] == "2026-01-03" and result["seconds"] == 360
-    debug = make_run(tmp_path / "debug", [(500, 0, [1])], preset="debug", steps=500, hidden=[64, 64], lr=0.5)
-    (path,) = export(debug, tmp_path / "debug.json")
-    assert path == tmp_path / "debug.json"
-    assert json.loads(path.read_text())["settings"] == {"lr": 0.5}  # neither defaults nor the preset's
-    text = results_markdown(folder, tmp_path / "R.md")
-    assert (
-        "| bc | `steps 200` | **60 ± 10** | 85.0 ± 5.0 | 60.0 [50.0, 70.0] | 2 x 2 | 6 min 00 s | NVIDIA H200 |" in text
-    )
-    assert "| dt, target 3600 |" in text and "*published:* DT (CORL)" in text and "shared the GPU" in text
-    assert "replaylab train bc" in text and "2026-01-03" in text
-    assert "| `sac-update` | sac update | 0.25 ms | 12.9 ms (GORMPO) |" in text
-    assert "| `sac-update` | eight seeds | 0.5 ms |  |" in text  # the original was timed with one
-    with pytest.raises(UsageError, match="no result files"):
-        results_markdown(tmp_path / "sweeps", tmp_path / "R.md")
-
-
-def test_the_evidence_names_its_own_folder_and_only_files_that_are_there(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    export(make_run(Path("a"), [(200, 0, [10])]), "mine/kept")
-    text = results_markdown("mine/kept", "R.md")
-    assert "`replaylab report mine/kept --out R.md` from the files in `mine/kept/`" in text
-    assert "[a.json](mine/kept/a.json)" in text and "NOTES.md" not in text
-    Path("NOTES.md").write_text("")
-    assert "[NOTES.md](NOTES.md)" in results_markdown("mine/kept", "R.md")
-
-
-def test_evidence_of_a_run_without_a_simulator_has_a_row(tmp_path):
-    run = make_run(tmp_path / "a", [], env=None)
-    info = json.loads((run / "run.json").read_text()) | {"command": "-"}  # started by `python -`
-    (run / "run.json").write_text(json.dumps(info))
-    export(run, tmp_path / "results")
-    text = results_markdown(tmp_path / "results", tmp_path / "R.md")
-    assert "| bc | `steps 200` | not evaluated |  |  |  | 6 min 00 s | NVIDIA H200 | 2026-01-03 | [a.json]" in text
-    assert "```" not in text
-
-
-def test_a_sweep_is_exported_run_by_run(sweep, tmp_path, capsys):
-    folder = tmp_path / "results"
-    assert main(["report", str(sweep), "--export", str(folder)]) == 0
-    names = ["bc-hopper-expert.json", "bc-hopper-medium.json", "dt-hopper-medium.json"]
-    assert capsys.readouterr().out.splitlines() == [f"wrote {folder / name}" for name in names]
-    assert sorted(p.name for p in folder.iterdir()) == names
-    assert main(["report", str(sweep / "bc-hopper-medium"), "--export", str(tmp_path / "one.json")]) == 0
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'one.json'}\n" and (tmp_path / "one.json").is_file()
-    with pytest.raises(UsageError, match="one file for 3 runs"):
-        export(sweep, tmp_path / "one.json")
-    make_run(tmp_path / "again" / "bc-hopper-medium", [])
-    with pytest.raises(UsageError, match=r"two of the runs would be .*bc-hopper-medium\.json"):
-        export([sweep, tmp_path / "again"], folder)
-
-
-def test_from_runs_to_the_evidence_by_the_command_line(sweep, tmp_path, capsys):
-    folder = tmp_path / "results"
-    folder.mkdir()
-    assert main(["report", str(sweep / "bc-hopper-medium"), "--export", str(folder)]) == 0
-    assert main(["report", str(folder), "--out", str(tmp_path / "RESULTS.md")]) == 0
-    assert (tmp_path / "RESULTS.md").read_text() == results_markdown(folder, tmp_path / "RESULTS.md")
-    assert capsys.readouterr().out.count("wrote") == 2
-    assert main(["report", str(folder), "--json"]) == 2 and "are JSON already" in capsys.readouterr().err
-    assert main(["report", str(sweep), "--json", "--out", "x.html"]) == 2
-    assert "--out and --json are different reports" in capsys.readouterr().err
-
-
-def test_the_committed_results_are_made_from_the_committed_files(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parent.parent)
-    text = results_markdown("benchmarks/results", "benchmarks/RESULTS.md")
-    assert Path("benchmarks/RESULTS.md").read_text() == text
-
-
-def test_the_same_seed_twice_is_told(tmp_path):
-    make_run(tmp_path / "s" / "a", [(200, 0, [30])], seeds=[0])
-    make_run(tmp_path / "s" / "b", [(200, 1, [50])], seeds=[1])
-    make_run(tmp_path / "s" / "c", [(200, 0, [90])], seeds=[0])
-    found = gather(tmp_path / "s")
-    assert len(found.entries) == 1 and found.entries[0].seed_means() == [90, 50]
-    assert any(f"seed 0 is in {tmp_path / 's' / 'a'} too" in note for run in found.runs for note in run.notes)
-
-
-def test_an_export_replaces_only_its_own_result(tmp_path, capsys):
-    first, longer, other = (tmp_path / name / "a" for name in "xyz")
-    make_run(first, [(200, 0, [10])])
-    make_run(longer, [(400, 0, [20])], steps=400)
-    make_run(other, [(200, 0, [30])], data="walker2d-medium.npz")
-    (kept,) = export(first, tmp_path / "r")
-    export(longer, tmp_path / "r")
-    assert json.loads(kept.read_text())["steps"] == 400
-    with pytest.raises(UsageError, match=r"a.json holds the result of a run with another task: remove it"):
-        export(other, tmp_path / "r")
-    (tmp_path / "mine.json").write_text("[1, 2]")
-    with pytest.raises(UsageError, match=r"mine.json holds something else"):
-        export(first, tmp_path / "mine.json")
-    assert (tmp_path / "mine.json").read_text() == "[1, 2]" and json.loads(kept.read_text())["task"] == "hopper-medium"
-
-
-def test_a_damaged_result_is_named(tmp_path):
-    (whole,) = export(make_run(tmp_path / "a", [(200, 0, [10])]), tmp_path / "r")
-    kept = whole.read_text()
-    for change, words in (
-        ({"scores": [{}]}, "it lacks 'settings'"),
-        ({"scores": 3}, "int"),
-        ({"format": FORMAT}, "'task'"),
-    ):
-        values = {k: v for k, v in json.loads(kept).items() if k != "task" or "scores" in change} | change
-        whole.write_text(json.dumps(values, indent=1))
-        with pytest.raises(UsageError, match=rf"a.json is no whole result \(.*{words}.*\): export its run again"):
-            results_markdown(tmp_path / "r", tmp_path / "R.md")
-    whole.write_text(kept)
-    (tmp_path / "r" / "b.json").write_bytes(b"\xff\x00")
-    assert holds_results(tmp_path / "r")
-    with pytest.raises(UsageError, match=r"b\.json is not valid JSON"):
-        results_markdown(tmp_path / "r", tmp_path / "R.md")
