@@ -92,6 +92,12 @@ class Spaces:
         return [self.frame_stack, *self.observation_shape] if self.frame_stack > 1 else self.observation_shape
 
 
+def box_unit(half: Tensor) -> Tensor:
+    """What an action is divided by, given half the width of its box, so that its unit (grams or kilograms) does not
+    matter to what is learned; 1 for an action that never varies."""
+    return torch.where(half > 0, half, 1.0)
+
+
 @dataclass
 class Phase:
     """One stage of training: `update(sampler.gather(indices))`, at most `steps` times.

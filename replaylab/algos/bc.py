@@ -1,6 +1,6 @@
 """Behaviour cloning: predict the logged action from the observation.
 
-    continuous actions   |a - pi(s)|^2,   pi(s) = a tanh network scaled to the action box
+    continuous actions   |a - pi(s)|^2 in units of the action box,   pi(s) = a tanh network scaled to that box
     discrete actions     -log pi(a | s);   acts with the most likely action
 
 With `top_fraction` it clones only the best episodes (%BC in the Decision Transformer paper), the baseline that every
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from replaylab.algos import Normalizer, Phase, Spaces
+from replaylab.algos import Normalizer, Phase, Spaces, box_unit
 from replaylab.config import COUNT, FROM_0, RATE, Settings, Within, knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Transitions
@@ -52,6 +52,7 @@ class Agent(nn.Module):
     done: Tensor
     center: Tensor
     scale: Tensor
+    unit: Tensor
 
     def __init__(self, config: Config, spaces: Spaces, seeds: Sequence[int], device: torch.device):
         super().__init__()
@@ -66,6 +67,7 @@ class Agent(nn.Module):
             low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
             self.register_buffer("center", (high + low) / 2)
             self.register_buffer("scale", (high - low) / 2)
+            self.register_buffer("unit", box_unit(self.scale), persistent=False)
         self.register_buffer("done", torch.zeros(()))  # updates so far
         self.to(device)
         rate = torch.tensor(config.lr, device=device)
@@ -83,7 +85,7 @@ class Agent(nn.Module):
         if self.discrete:
             logits, actions = predicted.flatten(0, 1), batch["actions"].flatten()
             return nn.functional.cross_entropy(logits, actions, reduction="none").view(len(self.seeds), -1).mean(1)
-        return (predicted - batch["actions"]).square().mean((1, 2))
+        return ((predicted - batch["actions"]) / self.unit).square().mean((1, 2))
 
     def predict(self, observations: Tensor) -> Tensor:  # (seeds, batch, observation) -> actions, or logits
         output = self.policy(self.normalizer(observations))

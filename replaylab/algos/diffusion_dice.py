@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from replaylab.algos import Normalizer, Phase, Spaces
+from replaylab.algos import Normalizer, Phase, Spaces, box_unit
 from replaylab.algos.diffusion_dice_acting import Sampling
 from replaylab.algos.diffusion_dice_foresight import Foresight
 from replaylab.algos.diffusion_dice_returns import UsualReturn
-from replaylab.algos.diffusion_dice_settings import ACTING, Config
+from replaylab.algos.diffusion_dice_settings import ACTING, Config, usual_guidance
 from replaylab.algos.diffusion_dice_settings import PRESETS as PRESETS
 from replaylab.algos.diffusion_dice_settings import SMALLER as SMALLER
 from replaylab.data.episodes import Episodes
@@ -78,13 +78,6 @@ def counters(config: Config) -> dict[str, int]:
 def returns_steps(config: Config) -> int:
     """0 with `--backup model`, which predicts unshaped rewards."""
     return 0 if config.backup == "model" else config.returns_steps
-
-
-def usual_guidance(name: str) -> float:
-    """The default guidance weight, from the original's table, by the name of the data."""
-    if "maze" in name:
-        return 4.0 if "large" in name else 2.0 if "medium" in name else 1.0
-    return 1.0 if "toy-bandit" in name else 2.0 if "expert" in name else 4.0
 
 
 class Agent(nn.Module):
@@ -197,8 +190,19 @@ class Agent(nn.Module):
     def seen(self, observations: Tensor) -> Tensor:
         return self.normalizer(observations) if self.config.normalize else observations
 
+    @property
+    def box(self) -> tuple[Tensor, Tensor]:
+        """Center and unit of the actions, as the networks read and draw them: the noise of the diffusion suits numbers
+        of about 1. The unit is half the box, rounded to a power of four: [-1, 1] and its like stay as they are."""
+        half = box_unit((self.high - self.low) / 2)
+        return (self.high + self.low) / 2, torch.exp2(2 * (torch.log2(half) / 2).round())
+
+    def scaled(self, actions: Tensor) -> Tensor:
+        center, unit = self.box
+        return (actions - center) / unit
+
     def behavior_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        config, actions = self.config, batch["actions"]
+        config, actions = self.config, self.scaled(batch["actions"])
         time, noise = self._noise(self.behavior_keys, self.behavior_done, actions)
         alpha, sigma = blend(time)
         condition = self.score.condition(time, self.seen(batch["observations"]))
@@ -223,14 +227,14 @@ class Agent(nn.Module):
 
     def critic_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """One update of the values, then of the guidance, whose weights w come from the values."""
-        config, actions = self.config, batch["actions"]
+        config, actions = self.config, self.scaled(batch["actions"])
         states, following = self.seen(batch["observations"]), self.seen(batch["next_observations"])
         if config.lr_decay:
             rates = {"value": config.value_lr, "guide": config.guide_lr}
             rates |= {"critics": config.value_lr} if self.foresight is None else {}
             self._set_rates(rates, config.min_lr, self.critic_done, config.critic_steps)
         if self.foresight is None:
-            y, found = self._learn_values(batch, states, following)
+            y, found = self._learn_values(batch, states, actions, following)
         else:
             y, found = self.foresight.learn(self._descend, batch, states, following)
         with self._precision():
@@ -242,11 +246,11 @@ class Agent(nn.Module):
         return found | {"guide_loss": g_loss} | spread("energy", energy.flatten(1))
 
     def _learn_values(
-        self, batch: dict[str, Tensor], states: Tensor, following: Tensor
+        self, batch: dict[str, Tensor], states: Tensor, actions: Tensor, following: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Update V, then Q towards the new V, then the target networks, in the original's order. Returns y after these
         updates, and metrics; the y among them is the one before, from which V learned."""
-        config, actions, size = self.config, batch["actions"], batch["actions"].shape[1]
+        config, size = self.config, actions.shape[1]
         value = self.value(states)
         v_loss, slope, before = value_loss(value.detach(), self._target(states, actions), config.alpha)
         self._descend("value", value, slope)
@@ -295,11 +299,12 @@ class Agent(nn.Module):
     # --- acting
 
     def judge(self, states: Tensor, actions: Tensor) -> Tensor:
-        """Each Q of actions in standardised states: (seeds, judges, rows)."""
+        """Each Q of scaled actions in standardised states: (seeds, judges, rows)."""
         if self.foresight is None:
             return self.critics.judge(states, actions)
         raw = states * self.normalizer.std + self.normalizer.mean if self.config.normalize else states
-        return self.foresight.judge(raw, actions, self.seen)
+        center, unit = self.box
+        return self.foresight.judge(raw, center + unit * actions, self.seen)
 
     @property
     def acting_score(self) -> ScoreNet:
@@ -336,7 +341,7 @@ class Agent(nn.Module):
         self.config = kept
         for name, actions in shown.items():
             states = self.seen(self.only_state.expand(len(self.seeds), len(actions[0]), -1))
-            q = self.judge(states, actions).mean(1)
+            q = self.judge(states, self.scaled(actions)).mean(1)
             columns = torch.cat([actions, q[..., None]], -1)[0].cpu().double().numpy()
             found[name] = np.round(columns, 3).tolist()  # rows of (x, y, Q)
         return found
@@ -439,7 +444,9 @@ class Agent(nn.Module):
         except RuntimeError as error:
             width = run.config().get("behavior_width")
             raise UsageError(f"{run.path} has another width: pass --behavior-width {width}") from error
-        self.normalizer.load_state_dict(under("normalizer.", stored))  # the model must see states as in its training
+        self.normalizer.load_state_dict(under("normalizer.", stored))  # the model must see states as in its training,
+        self.low.copy_(stored["low"])  # and scale actions as there
+        self.high.copy_(stored["high"])
         done, steps = int(stored["behavior_done"]), run.config()["behavior_steps"]
         if done < steps and run.config()["stage"] != "critic":  # a critic run has a copy of a finished one
             self.notes.append(f"the behaviour model of {run.path} was stopped at update {done:,} of {steps:,}")

@@ -42,9 +42,11 @@ class Sampling:
         states = agent.seen(self.states)
         actions = guided_sample(agent.acting_score, self.guide, self.scale, states, self.noise, self.plan)
         if config.clip_actions == "before":
-            actions = actions.clamp(agent.low, agent.high)
+            actions = actions.clamp(agent.scaled(agent.low), agent.scaled(agent.high))
         if self.candidates > 1:
             actions = self.choose(states, actions)
+        center, unit = agent.box
+        actions = center + unit * actions
         self.actions.copy_(actions.clamp(agent.low, agent.high))  # the original leaves this to its environments
 
     def choose(self, states: Tensor, actions: Tensor) -> Tensor:  # -> (seeds, rows, action)

@@ -88,6 +88,13 @@ class Config(Settings):
             raise UsageError("--stage critic and --behavior RUN belong together")
 
 
+def usual_guidance(name: str) -> float:
+    """The default guidance weight, from the original's table, by the name of the data."""
+    if "maze" in name:
+        return 4.0 if "large" in name else 2.0 if "medium" in name else 1.0
+    return 1.0 if "toy-bandit" in name else 2.0 if "expert" in name else 4.0
+
+
 SMALLER = {
     None: "quick",
     "plain": "quick",

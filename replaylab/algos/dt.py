@@ -2,7 +2,7 @@
 
     return-to-go   R_t = r_t + r_t+1 + ... + r_T
     prediction     a^_t = f(R_t-K+1, s_t-K+1, a_t-K+1, ..., R_t, s_t),   a causal transformer over the last K steps
-    loss           |a_t - a^_t|^2 for continuous actions, cross-entropy for discrete ones
+    loss           |a_t - a^_t|^2 in units of the action box for continuous actions, cross-entropy for discrete ones
     acting         R_1 = the target return, then R_t+1 = R_t - r_t
 
 It is trained on all episodes, good and bad; a high target makes it act as in the good ones. `condition none` drops the
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from replaylab.algos import Normalizer, Phase, Spaces
+from replaylab.algos import Normalizer, Phase, Spaces, box_unit
 from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, Within, knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Windows
@@ -221,6 +221,7 @@ class Agent(nn.Module):
     done: Tensor
     center: Tensor
     span: Tensor
+    unit: Tensor
     rtg_scale: Tensor
     target: Tensor
     clipped: Tensor
@@ -251,6 +252,7 @@ class Agent(nn.Module):
             low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
             self.register_buffer("center", (high + low) / 2)
             self.register_buffer("span", (high - low) / 2)
+            self.register_buffer("unit", box_unit(self.span), persistent=False)
         # facts about the data that acting needs, so they are saved with the weights
         self.register_buffer("rtg_scale", torch.ones(()))
         self.register_buffer("target", torch.zeros(()))
@@ -314,10 +316,14 @@ class Agent(nn.Module):
     def hidden(self, batch: dict[str, Tensor], keep: slice | None = None) -> Tensor:  # shapes: see models/gpt.py
         states = self.encode(batch["observations"])
         returns = batch["returns_to_go"] / self.rtg_scale
-        return self.model(states, batch["actions"], returns, batch["timesteps"], keep)
+        return self.model(states, self._taken(batch["actions"]), returns, batch["timesteps"], keep)
 
     def _prepare(self, observations: Tensor) -> Tensor:
         return observations if self.pixels else self.normalizer(observations)
+
+    def _taken(self, actions: Tensor) -> Tensor:
+        """Actions as the network reads them: in units of their box."""
+        return actions if self.discrete else (actions - self.center) / self.unit
 
     def encode(self, observations: Tensor) -> Tensor:  # (seeds, batch..., observation) -> (seeds, batch..., width)
         return self.model.encode(self._prepare(observations))
@@ -334,7 +340,7 @@ class Agent(nn.Module):
             flat = nn.functional.cross_entropy(predicted.flatten(0, 2), batch["actions"].flatten(), reduction="none")
             error = flat.view_as(batch["mask"])
         else:
-            error = (predicted - batch["actions"]).square().mean(-1)
+            error = ((predicted - batch["actions"]) / self.unit).square().mean(-1)
         found = {"loss": masked_mean(error, batch["mask"])}
         if self.config.ahead:
             found["ahead"] = self._ahead(hidden[:, :, :-1, -1].float(), batch)
@@ -385,7 +391,7 @@ class Agent(nn.Module):
 
     def choose(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor, newest: Tensor) -> Tensor:
         """The action for the state in slot `newest`, (seeds, batch), of each window."""
-        hidden = self.model(states, actions, returns, timesteps, self.model.states)
+        hidden = self.model(states, self._taken(actions), returns, timesteps, self.model.states)
         places = newest[..., None, None].expand(*newest.shape, 1, hidden.shape[-1])
         predicted = self.predict(hidden.gather(2, places)[:, :, 0])
         return self._choose(predicted) if self.discrete else predicted

@@ -40,7 +40,9 @@ class Config(Settings):
     actor_lr: float = knob(3e-4, "Adam's learning rate of the actor", RATE)
     critic_lr: float = knob(3e-4, "Adam's learning rate of the critics", RATE)
     alpha_lr: float = knob(3e-4, "Adam's learning rate of the temperature", RATE)
-    target_entropy: float | None = knob(None, "entropy of the policy to aim for; default: minus the action dimensions")
+    target_entropy: float | None = knob(
+        None, "entropy of the policy to aim for, of actions in [-1, 1]; default: minus their dimensions"
+    )
 
 
 class SAC(nn.Module):
@@ -116,6 +118,7 @@ class SAC(nn.Module):
             alpha = alpha.clamp(max=self.alpha_max)
         both = torch.cat([observations, batch["next_observations"]], 1)
         actions, log_prob = self.sample(both, noise)
+        log_prob = log_prob + self.log_scale.sum()  # in units of the box: in a narrow one none has the target entropy
         with torch.no_grad():
             following = self.values(self.targets, batch["next_observations"], actions[:, size:]).amin(1)
             soft = following - alpha * log_prob[:, size:]
