@@ -42,8 +42,10 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise UsageError(f"unknown device '{name}': use auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device '{name}' is not supported: use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("device cuda was asked for, but torch sees no GPU here")
     return device
@@ -69,8 +71,8 @@ def rollout(
     """
     from replaylab import envs
 
-    if episodes < 1:
-        raise UsageError(f"episodes must be at least 1, not {episodes}")
+    if not isinstance(episodes, int) or episodes < 1:
+        raise UsageError(f"episodes must be a whole number of at least 1, not {episodes}")
     rows = members * variants
     wave = max(1, min(episodes, MAX_ENVS // rows))
     parts, bar = [], Progress("evaluation", rows * episodes, unit="episodes")
@@ -122,37 +124,66 @@ class Policy:
     def __init__(self, agent: Any, spaces: Spaces, device: torch.device, target: float | None = None):
         self.agent, self.spaces, self.device, self.target = agent, spaces, device, target
         self.state: Any = None
+        self.batch = 0  # observations in the last call
 
     def reset(self, which: np.ndarray | None = None) -> None:
         """Forget the past: a new episode starts in all environments of the batch, or in those that `which` marks."""
         if which is None:
             self.state = None
         elif hasattr(self.state, "reset"):
-            self.state.reset(torch.as_tensor(np.asarray(which, bool), device=self.device)[None])
+            marks = np.asarray(which)
+            if marks.shape != (self.batch,) or marks.dtype != bool:
+                raise UsageError(f"reset takes {self.batch} booleans, one for each observation of the last call")
+            self.state.reset(torch.as_tensor(marks, device=self.device)[None])
 
     @torch.no_grad()
     def act(self, observations: np.ndarray, rewards: np.ndarray | float | None = None) -> np.ndarray:
         """Actions for one observation, or for a batch of them. A return-conditioned policy also needs the `rewards` of
-        the previous actions."""
+        the previous actions; those of environments that begin anew do not count."""
         observations = np.asarray(observations)
         shape = tuple(self.spaces.seen)
         if observations.shape[-len(shape) :] != shape or observations.ndim > len(shape) + 1:
             raise UsageError(f"the policy takes observations of shape {shape} or (batch, {', '.join(map(str, shape))})")
-        if not np.isfinite(observations).all():
-            raise UsageError("the observations hold NaN or infinity: a policy's answer to them would mean nothing")
+        numbers = self._numbers(observations)
         colours = len(getattr(self.agent, "palette", ()))
         if colours and ((observations < 0) | (observations >= colours)).any():
             raise UsageError(f"the policy takes frames whose pixels are indices of colours, 0 to {colours - 1}")
-        batch = torch.as_tensor(observations.reshape(1, -1, *shape), device=self.device)
+        batch = torch.as_tensor(numbers.reshape(1, -1, *shape), device=self.device)
         if not batch.shape[1] and self.state is None:
             return np.zeros(0, np.int64) if self.spaces.discrete else np.zeros((0, self.spaces.action_dim), np.float32)
         if self.state is None and hasattr(self.agent, "begin"):
             self.state = self.agent.begin(batch.shape[1], [] if self.target is None else [self.target])
         elif rewards is not None and hasattr(self.state, "receive"):
-            self.state.receive(torch.as_tensor(rewards, dtype=torch.float32, device=self.device).view(1, -1))
-        actions, self.state = self.agent.act(batch if batch.dtype == torch.uint8 else batch.float(), self.state)
+            self.state.receive(self._rewards(rewards))
+        elif rewards is None and batch.shape[1] == self.batch and getattr(self.state, "waits", False):
+            raise UsageError("the policy counts down to its target: pass the rewards of its last actions, or reset it")
+        actions, self.state = self.agent.act(batch, self.state)
+        self.batch = batch.shape[1]
         chosen = actions[0].cpu().numpy()
         return chosen[0] if observations.ndim == len(shape) else chosen
+
+    def _numbers(self, observations: np.ndarray) -> np.ndarray:
+        """As float32, or bytes."""
+        if observations.dtype == np.uint8:
+            return observations
+        if len(self.spaces.seen) > 1 and observations.dtype.kind == "f":
+            raise UsageError(f"the policy takes frames of bytes (uint8), not {observations.dtype}")
+        if observations.dtype.kind not in "fiub":
+            raise UsageError(f"the policy takes observations of numbers, not {observations.dtype}")
+        with np.errstate(over="ignore"):
+            numbers = observations.astype(np.float32)
+        if not np.isfinite(numbers).all():
+            raise UsageError("the observations hold NaN or infinity: a policy's answer to them would mean nothing")
+        return numbers
+
+    def _rewards(self, rewards: Any) -> Tensor:  # (1, batch)
+        try:
+            given = np.asarray(rewards, np.float32).reshape(1, -1)
+        except (TypeError, ValueError):
+            given = np.full((1, 1), np.nan)
+        if given.size not in (1, self.batch) or not np.isfinite(given).all():
+            raise UsageError(f"rewards must be numbers, one for each of the {self.batch} last actions")
+        return torch.as_tensor(given, dtype=torch.float32, device=self.device)
 
 
 def load_agent(run: RunFolder, device: torch.device, seed: int | None = None) -> tuple[Any, Spaces, list[int]]:
@@ -197,14 +228,11 @@ def load_policy(
     folder = RunFolder(run).require()
     where = pick_device(device)
     agent, spaces, _ = load_agent(folder, where, folder.seeds()[0] if seed is None else seed)
-    known = getattr(system(folder.system()), "ACTING", ())
-    if unknown := [name for name in acting if name not in known]:
-        raise UsageError(f"{folder.system()} does not act by '{unknown[0]}'{nearest(unknown[0], known)}")
-    (values,) = _combinations(agent, {name: [value] for name, value in acting.items()})
+    (values,) = _combinations(folder, agent, {name: [value] for name, value in acting.items()})
     if values:
         agent.config = replace(agent.config, **values)
     if target is not None:
-        _check_targets(agent, [target])
+        (target,) = _check_targets(agent, [target])
     return Policy(agent, spaces, where, target)
 
 
@@ -278,15 +306,19 @@ def check_spaces(env_id: str, spaces: Spaces) -> None:
         env.close()
 
 
-def _check_targets(agent: Any, targets: Sequence[float]) -> None:
+def _check_targets(agent: Any, targets: Any) -> list[float]:
     if not hasattr(agent, "begin") or not agent.targets:
         raise UsageError("this run's policy takes no target return: leave the target out")
-    if not all(map(math.isfinite, targets)):
+    try:
+        wanted = [float(t) for t in np.ravel(targets)]
+    except (TypeError, ValueError):
+        wanted = [math.nan]
+    if not all(map(math.isfinite, wanted)):
         raise UsageError("a target must be a number")
-    low, high = (round(float(x), 2) for x in agent.returns_range)
-    outside = [f"{t:g}" for t in targets if not low <= t <= high]
-    if outside:
+    if outside := [f"{t:g}" for t in wanted if not agent.seen_return(t)]:
+        low, high = agent.returns_range.tolist()
         print(f"note: target {', '.join(outside)} is outside the data's returns, {low:g} to {high:g}", file=sys.stderr)
+    return wanted
 
 
 def evaluate(
@@ -310,8 +342,8 @@ def evaluate(
     folder = RunFolder(run).require()
     where = pick_device(device)
     agent, spaces, seeds = load_agent(folder, where)
-    if not 0 <= seed < 2**31:
-        raise UsageError(f"seed must be from 0 to {2**31 - 1}, not {seed}")
+    if not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise UsageError(f"seed must be a whole number from 0 to {2**31 - 1}, not {seed}")
     module = system(folder.system())
     env_id = module.environment(env) if env and hasattr(module, "environment") else env or folder.config().get("env")
     if env_id is None:
@@ -320,15 +352,12 @@ def evaluate(
     own = folder.config().get("env")
     if getattr(module, "ONLINE", False) and env_id != own:
         print(f"note: {run} was trained in {own} and is played in {env_id}", file=sys.stderr)
-    if targets:
-        _check_targets(agent, targets)
-    if idle := [name for name in acting or {} if name in getattr(agent, "idle", ())]:
-        raise UsageError(f"{idle[0]} changes nothing of what {run} does: leave it out")
+    targets = _check_targets(agent, targets) if np.size(targets) else []
     settings: dict[str, Any] = {} if seed == SEED else {"seed": seed}
     if noise is not None:
         settings["noise"] = {k: v for k, v in vars(noise).items() if v != getattr(type(noise), k, None)}
     records: list[dict[str, Any]] = []
-    for values in _combinations(agent, acting or {}):
+    for values in _combinations(folder, agent, acting or {}):
         agent.config = replace(agent.config, **values)
         found = evaluate_agent(
             agent, seeds, env_id, episodes,
@@ -342,8 +371,18 @@ def evaluate(
     return records
 
 
-def _combinations(agent: Any, acting: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    checked = {name: [check(type(agent.config), name, value) for value in given] for name, given in acting.items()}
+def _combinations(run: RunFolder, agent: Any, acting: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of the values of these settings of acting; a value that is no list stands alone."""
+    name = run.system()
+    known = getattr(system(name), "ACTING", ())
+    if unknown := [key for key in acting if key not in known]:
+        raise UsageError(f"{name} does not act by '{unknown[0]}'{nearest(unknown[0], known)}")
+    if idle := [key for key in acting if key in getattr(agent, "idle", ())]:
+        raise UsageError(f"{idle[0]} changes nothing of what {run.path} does: leave it out")
+    lists = {key: given if isinstance(given, (list, tuple, range)) else [given] for key, given in acting.items()}
+    if empty := [key for key, given in lists.items() if not given]:
+        raise UsageError(f"{empty[0]} needs at least one value")
+    checked = {key: [check(type(agent.config), key, value) for value in given] for key, given in lists.items()}
     return [dict(zip(checked, values, strict=True)) for values in itertools.product(*checked.values())]
 
 

@@ -233,6 +233,7 @@ def test_clipped_rewards_are_clipped_when_acting():
     log.meta["reward_clipping"] = True
     agent, _ = make_agent(log, rtg_scale=2.0)
     state = agent.begin(3, [10.0])
+    state.time += 1
     state.receive(torch.tensor([[7.0, -7.0, 0.5]]))
     assert state.asked[0].tolist() == [4.5, 5.5, 4.75]
 

@@ -116,7 +116,7 @@ def test_evaluating_a_run(tmp_path):
     assert records[0]["returns"] == records[1]["returns"] and len(records[0]["returns"]) == 5
     found = evaluate_module().summary(records)
     assert found["mean"] == pytest.approx(np.mean(records[0]["returns"])) and found["score"] == "return"
-    with pytest.raises(UsageError, match="seed must be from 0"):
+    with pytest.raises(UsageError, match="seed must be a whole number from 0"):
         replaylab.evaluate(run, seed=-1, device="cpu")
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("hidden: [64", "hidden: [65"))

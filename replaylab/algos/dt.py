@@ -202,10 +202,17 @@ class Context:
         slots.copy_(torch.where(_wide(self.slots == place[..., None], slots), value.unsqueeze(2), slots))
 
     def receive(self, rewards: Tensor) -> None:
-        """R_t+1 = R_t - r_t for rewards (seeds, batch), clipped if those of the data were."""
+        """R_t+1 = R_t - r_t for rewards (seeds, batch), clipped if those of the data were. Where no step was taken
+        since the reset, the reward is the last episode's."""
         if self.agent.config.mode == "normal":
             rewards = torch.where(self.agent.clipped > 0, rewards.clamp(-1, 1), rewards)
-            self.asked -= rewards / self.agent.rtg_scale
+            self.asked -= torch.where(self.time > 0, rewards, 0.0) / self.agent.rtg_scale
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next step needs the rewards of the last one."""
+        config = self.agent.config
+        return config.mode == "normal" and config.condition == "return" and bool((self.time > 0).any())
 
     def reset(self, which: Tensor) -> None:
         """Start a new episode in the environments that `which`, (seeds, batch) booleans, marks."""
@@ -370,7 +377,12 @@ class Agent(nn.Module):
     @property
     def targets(self) -> list[float]:
         """The target returns of an evaluation that names none."""
-        return [round(float(self.target), 4)] if self.config.condition == "return" else []
+        return [float(f"{float(self.target):.8g}")] if self.config.condition == "return" else []
+
+    def seen_return(self, target: float) -> bool:
+        """Whether the data's returns reach this far, in the six digits that are shown."""
+        low, given, high = (float(f"{x:.6g}") for x in (self.returns_range[0], target, self.returns_range[1]))
+        return low <= given <= high
 
     def begin(self, batch: int, targets: Sequence[float] = ()) -> Context:
         """The memory before an episode's first step. Several targets split the batch into equal parts, in order."""
