@@ -217,6 +217,14 @@ class RunFolder:
                 return found
         raise DataError(f"{self.path} has no readable checkpoint")
 
+    def state(self) -> dict[str, Any]:
+        """How far training was in the checkpoint that `weights` has read."""
+        path = self.path / "checkpoints" / f"step-{self.step}" / "state.json"
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is not readable: {error}") from error
+
 
 def command_line() -> str:
     """The command that this process was started with, as a user would type it."""

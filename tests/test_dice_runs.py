@@ -182,6 +182,23 @@ def test_the_behaviour_model_sees_states_as_it_learnt_them(tmp_path):
     assert all(torch.equal(theirs[k], ours[k]) for k in theirs if k.startswith("normalizer."))
 
 
+def test_a_behaviour_model_of_another_robot_is_refused(tmp_path):
+    log, settings = make_episodes(), FRONT | {"env": None, "preset": "plain"}
+    walker, cheetah = (replace(log, meta={"env_id": name}) for name in ("walker2d-made-up", "halfcheetah-made-up"))
+    run = replaylab.train("diffusion-dice", walker, out=tmp_path / "b", **settings | {"stage": "behavior"})
+    with pytest.raises(DataError, match="b was trained on data of walker2d, this is of halfcheetah"):
+        replaylab.train("diffusion-dice", cheetah, out=tmp_path / "c", stage="critic", behavior=str(run), **settings)
+
+
+def test_actions_are_scaled_as_the_behaviour_model_learnt_them(tmp_path):
+    log, settings = make_episodes(), FRONT | {"env": None}
+    wide = replace(log, actions=8 * log.actions)
+    run = replaylab.train("diffusion-dice", wide, out=tmp_path / "b", **settings | {"stage": "behavior"})
+    agent, _ = make_agent(log, stage="critic", behavior=str(run))
+    theirs = make_agent(wide)[0].box
+    assert theirs[1].tolist() == [4, 4] and all(torch.equal(a, b) for a, b in zip(agent.box, theirs, strict=True))
+
+
 def test_what_is_refused_costs_no_run(tmp_path):
     log = make_episodes()
     run = replaylab.train("diffusion-dice", log, out=tmp_path / "b", **FRONT | {"stage": "behavior"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_a_density_of_another_robot_is_one_line(tmp_path):
 
     density.fit(of("d4rl/walker2d"), "kde", tmp_path / "d", device="cpu", centres=50)
     make_agent(of("Walker2d-v5"), density_model=str(tmp_path / "d"), termination="none")
-    with pytest.raises(DataError, match="fitted on data of walker2d, this is of halfcheetah"):
+    with pytest.raises(DataError, match="the density was trained on data of walker2d, this is of halfcheetah"):
         make_agent(of("HalfCheetah-v5"), density_model=str(tmp_path / "d"), termination="none")
 
 
@@ -105,12 +106,28 @@ def test_the_ensembles_of_another_run(tmp_path, capsys):
         ("--seeds 2", "has no seed 2; it has 3, 1"),
         ("--dynamics-hidden 8 8", "another --members"),
         (f"--dynamics-model {tmp_path}/none", "none"),
-        (f"--dynamics-model {tmp_path}/first", "has no ensemble that was trained to the end"),
+        (f"--dynamics-model {tmp_path}/first", "is a run of diffusion-dice: only mopo and gormpo have ensembles"),
     ):
-        if "trained" in complaint:  # Diffusion-DICE's models are others, of the same name
+        if "dice" in complaint:  # Diffusion-DICE's models are others, of the same name
             write_yaml(first.path / "config.yaml", first.config() | {"system": "diffusion-dice"})
         assert main([*words.split(), *change.split(), "--out", str(tmp_path / "third"), "--overwrite"]) == 2
         assert complaint in capsys.readouterr().err
+
+
+def test_ensembles_of_another_robot_or_of_an_unfinished_run_are_refused(tmp_path):
+    def of(env):
+        return dataclasses.replace(make_log(), meta={"env_id": env})
+
+    settings = TINY | {"steps": 2, "device": "cpu", "termination": "none", "final_episodes": 0}
+    first = RunFolder(replaylab.train("mopo", of("walker2d-made-up"), out=tmp_path / "first", **settings))
+    make_agent(of("Walker2d-v5"), dynamics_model=str(first.path), termination="none")
+    with pytest.raises(DataError, match="first was trained on data of walker2d, this is of halfcheetah"):
+        make_agent(of("HalfCheetah-v5"), dynamics_model=str(first.path), termination="none")
+    path = first.checkpoints()[-1] / "state.json"  # killed between the end of the phase and the next checkpoint:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"findings": {}}))
+    assert "dynamics" in first.info()["findings"]
+    with pytest.raises(UsageError, match="has no ensemble that was trained to the end: go on there with --resume"):
+        make_agent(make_log(), dynamics_model=str(first.path), termination="none")
 
 
 def test_settings_that_trained_a_loaded_ensemble_are_refused(tmp_path):

@@ -28,7 +28,7 @@ from replaylab.algos import Normalizer, Phase, Spaces, box_unit
 from replaylab.algos.diffusion_dice_acting import Sampling
 from replaylab.algos.diffusion_dice_foresight import Foresight
 from replaylab.algos.diffusion_dice_returns import UsualReturn
-from replaylab.algos.diffusion_dice_settings import ACTING, Config, usual_guidance
+from replaylab.algos.diffusion_dice_settings import ACTING, Config, returns_steps, usual_guidance
 from replaylab.algos.diffusion_dice_settings import PRESETS as PRESETS
 from replaylab.algos.diffusion_dice_settings import SMALLER as SMALLER
 from replaylab.data.episodes import Episodes
@@ -41,7 +41,7 @@ from replaylab.models.mlp import MLP, generators
 from replaylab.models.score import GuideNet, ScoreNet
 from replaylab.models.sdice import TWINS, Critics, Value, guide_loss, spread, value_loss, weights
 from replaylab.models.solver import LAST, blend
-from replaylab.models.termination import family
+from replaylab.models.termination import family, same_family
 from replaylab.run import RunFolder
 from replaylab.tensors import under
 
@@ -73,11 +73,6 @@ def counters(config: Config) -> dict[str, int]:
     if config.stage != "behavior":
         found |= {"returns_steps": returns_steps(config), "critic_steps": config.critic_steps}
     return found
-
-
-def returns_steps(config: Config) -> int:
-    """0 with `--backup model`, which predicts unshaped rewards."""
-    return 0 if config.backup == "model" else config.returns_steps
 
 
 class Agent(nn.Module):
@@ -353,6 +348,7 @@ class Agent(nn.Module):
         if config.normalize:
             self.normalizer.fit(episodes)
         self.usual_guidance.fill_(usual_guidance(name_of(episodes)))
+        self.env_id = episodes.env_id
         if self.sizes[1] == 2 and (episodes.observations == episodes.observations[:1]).all():
             few = torch.tensor(episodes.actions[:LOOKED_AT], dtype=torch.float32, device=self.device)
             self.data_actions = few.expand(len(self.seeds), -1, -1)
@@ -435,6 +431,7 @@ class Agent(nn.Module):
                 f"{run.path} was trained on states of {theirs[0]} numbers and actions of {theirs[1]}, "
                 f"this data has {self.sizes[0]} and {self.sizes[1]}"
             )
+        same_family(str(run.path), (run.info().get("data") or {}).get("env_id"), self.env_id)
         if run.config().get("normalize") != self.config.normalize:
             raise UsageError(f"{run.path} was trained with another setting of normalize")
         try:

@@ -88,6 +88,11 @@ class Config(Settings):
             raise UsageError("--stage critic and --behavior RUN belong together")
 
 
+def returns_steps(config: Config) -> int:
+    """0 with `--backup model`, which predicts unshaped rewards."""
+    return 0 if config.backup == "model" else config.returns_steps
+
+
 def usual_guidance(name: str) -> float:
     """The default guidance weight, from the original's table, by the name of the data."""
     if "maze" in name:

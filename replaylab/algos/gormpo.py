@@ -43,6 +43,7 @@ from replaylab.models.imagine import (
     widen,
 )
 from replaylab.models.penalty import BOUNDED
+from replaylab.models.termination import same_family
 from replaylab.step import Graph
 from replaylab.tensors import under
 
@@ -125,7 +126,7 @@ class Agent(nn.Module):
             found.insert(0, self._dynamics(self.fit))
             self.notes += left_out(episodes, "dynamics")
         else:
-            self._take_dynamics(config.dynamics_model)
+            self._take_dynamics(config.dynamics_model, episodes.env_id)
         if self.density is not None and self.density.descent is not None:
             self.optimizers["density"] = self.density.descent.optimizer
             found.insert(0, self.density.phase())
@@ -133,18 +134,20 @@ class Agent(nn.Module):
             found[0].begin = self.density.begin
         return found
 
-    def _take_dynamics(self, path: str) -> None:
+    def _take_dynamics(self, path: str, env_id: str | None) -> None:
         """Load the ensembles of another run, seed by seed."""
         from replaylab.run import RunFolder
 
         run = RunFolder(path).require()
-        trained = "dynamics" in run.info().get("findings", {}) or run.config().get("dynamics_model")
-        if not trained or run.system() not in ("mopo", "gormpo"):
-            raise UsageError(f"{path} has no ensemble that was trained to the end")
+        if run.system() not in ("mopo", "gormpo"):
+            raise UsageError(f"{path} is a run of {run.system()}: only mopo and gormpo have ensembles to take")
         check_loaded(self.config, run.config())
-        places = run.places(self.seeds)
+        places, weights = run.places(self.seeds), run.weights()
+        if "dynamics" not in run.state()["findings"] and not run.config().get("dynamics_model"):
+            raise UsageError(f"{path} has no ensemble that was trained to the end: go on there with --resume")
+        same_family(path, (run.info().get("data") or {}).get("env_id"), env_id)
         try:
-            self.dynamics.take(under("dynamics.", run.weights()), places)
+            self.dynamics.take(under("dynamics.", weights), places)
         except UsageError as error:
             hint = "was it trained on other columns, or with another --members, --elites or --dynamics-hidden?"
             raise UsageError(f"{path}: {error}; {hint}") from error

@@ -14,7 +14,7 @@ from replaylab.algos.gormpo_settings import check_steps
 from replaylab.data.episodes import Episodes
 from replaylab.errors import DataError, UsageError
 from replaylab.models.density import Density, make
-from replaylab.models.termination import family
+from replaylab.models.termination import same_family
 from replaylab.tensors import under
 
 
@@ -56,9 +56,7 @@ class DensityFit:
         for name, known in (("density", self.report["kind"]), ("density_inputs", self.report["inputs"])):
             if getattr(self.config, name) not in (getattr(usual, name), known):  # the user chose another one
                 raise UsageError(f"{where} has {name} {known}: leave --{name.replace('_', '-')} out")
-        ours, theirs = family(episodes.env_id), family(self.report.get("env_id"))
-        if ours and theirs and ours != theirs:
-            raise DataError(f"{where}: the density was fitted on data of {theirs}, this is of {ours}")
+        same_family(f"{where}: the density", self.report.get("env_id"), episodes.env_id)
         wanted = self.report["observation_dim"], self.report["action_dim"]
         given = episodes.observations.shape[1], episodes.actions.shape[1]
         if wanted != given:

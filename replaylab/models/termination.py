@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from replaylab.errors import UsageError, nearest
+from replaylab.errors import DataError, UsageError, nearest
 
 Termination = Callable[[Tensor, Tensor, Tensor], Tensor]
 TOO_FAR = 100.0  # no state of a healthy body is beyond
@@ -69,6 +69,13 @@ def family(env_id: str | None) -> str | None:
         if found in KNOWN and found != "none":
             return found
     return None
+
+
+def same_family(what: str, theirs: str | None, ours: str | None) -> None:
+    """Refuse what was trained on the data of another known environment: the columns of some robots are as many."""
+    before, now = family(theirs), family(ours)
+    if before and now and before != now:
+        raise DataError(f"{what} was trained on data of {before}, this is of {now}")
 
 
 def find(name: str) -> Termination:
