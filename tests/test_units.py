@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from conftest import make_episodes
 
 import replaylab
+from replaylab.models.dynamics import Dynamics
 
 TINY = {
     "bc": {"steps": 30, "hidden": [16]},
@@ -30,3 +32,27 @@ def test_the_unit_of_an_action_does_not_matter(system, tmp_path):
         run = replaylab.train(system, scaled, out=out, preset="debug", device="cpu", **TINY[system])
         found.append(replaylab.load_policy(run).act(log.observations[:10]) / unit)
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_unit_of_an_observation_does_not_matter(tmp_path):
+    """Nor do columns that never change: another value there is nothing that was learned about."""
+    log = make_episodes((20, 20, 20))
+    found = []
+    for unit in (1.0, 2.0**-30):
+        columns = np.concatenate([unit * log.observations, np.full((60, 1), 0.1)], 1).astype(np.float32)
+        last = np.concatenate([unit * log.final_observations, np.full((3, 1), 0.1)], 1).astype(np.float32)
+        scaled = replace(log, observations=columns, final_observations=last)
+        run = replaylab.train("bc", scaled, out=tmp_path / str(unit), preset="debug", device="cpu", steps=200)
+        found.append(replaylab.load_policy(run).act(columns))
+        columns[:, -1] = 0.2
+        np.testing.assert_allclose(replaylab.load_policy(run).act(columns), found[-1], atol=0.1)
+    np.testing.assert_allclose(found[1], found[0], atol=0.01)
+
+
+def test_the_unit_of_a_column_does_not_matter_to_the_ensemble():
+    model, rows = Dynamics([0], 1, 1, [4], 1, 1), torch.randn(50, 2)
+    rows[:, 1] *= 1e-8
+    model.standardise(rows, rows, scale_targets=True)
+    torch.testing.assert_close(model.target_std, rows.std(0, correction=0), rtol=1e-4, atol=0)
+    model.standardise(0 * rows + 0.1, 0 * rows + 0.1, scale_targets=True)
+    assert model.input_std.tolist() == [1, 1] and model.target_std.tolist() == pytest.approx([1e-6, 1e-6])

@@ -132,7 +132,8 @@ class Normalizer(torch.nn.Module):
     def fit(self, episodes: Episodes) -> None:
         mean, std = episodes.observation_stats()
         self.mean.copy_(torch.as_tensor(mean.astype(np.float32)))
-        self.std.copy_(torch.as_tensor((std + 1e-6).astype(np.float32)))
+        constant = std <= 1e-6 * np.abs(mean)  # but for rounding: divided by that, any other value would be huge
+        self.std.copy_(torch.as_tensor(np.where(constant, 1.0, std + np.minimum(1e-6, 1e-3 * std)).astype(np.float32)))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean) / self.std

@@ -104,8 +104,6 @@ class Agent(nn.Module):
         config = self.config
         if config.normalize:
             self.normalizer.fit(episodes)
-            constant = self.normalizer.std < 1e-5  # dividing by it would blow up the noise of imagined rows
-            self.normalizer.std.copy_(torch.where(constant, 1.0, self.normalizer.std))
         data = Logged(episodes, self.device)
         # indices of the rows whose next observation is logged
         self.known = torch.as_tensor(np.flatnonzero(episodes.next_known[episodes.backup_known]), device=self.device)

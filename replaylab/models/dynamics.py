@@ -99,9 +99,9 @@ class Dynamics(nn.Module):
 
     @staticmethod
     def _statistics(mean: Tensor, std: Tensor, x: Tensor, constant: float) -> None:
-        found = x.double().std(0, correction=0)
-        mean.copy_(x.double().mean(0))
-        std.copy_(torch.where(found > 1e-6, found, constant))
+        center, found = x.double().mean(0), x.double().std(0, correction=0)
+        mean.copy_(center)
+        std.copy_(torch.where(found > 1e-6 * center.abs(), found, constant))  # whatever the unit of the column
 
     @torch.no_grad()
     def take(self, theirs: dict[str, Tensor], places: Sequence[int]) -> None:
