@@ -267,6 +267,7 @@ def test_a_sweep_without_training(tmp_path, capsys):
         ({"hidden": [0]}, "hidden must be at least 1"),
         ({"guide_hidden": []}, "guide_hidden needs at least one number"),
         ({"behavior_ema": 1.0}, "behavior_ema must be from 0 to 0.99999"),
+        ({"least_weight": 2.0}, "least_weight must be above 0 and at most 1"),
         ({"stage": "critic"}, "belong together"),
         ({"behavior": "x"}, "belong together"),
         ({"stage": "critic", "behavior": "/nowhere"}, "/nowhere does not exist"),

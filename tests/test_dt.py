@@ -324,7 +324,15 @@ def test_a_part_of_a_log(pixels, capsys):
 def test_what_does_not_fit_is_said(pixels):
     with pytest.raises(UsageError, match="multiple of heads"):
         make_agent(make_episodes(), heads=3)
-    with pytest.raises(UsageError, match="betas takes two numbers, not 1"):
+    for settings, told in (
+        ({"betas": [0.9, 1.0]}, "betas takes two numbers below 1, not 0.9 1.0"),
+        ({"ahead": 1.0, "context": 1}, "context must be at least 2"),
+        ({"condition": "none", "target": 5.0}, "no return is asked for: leave target out"),
+        ({"starts": 0.01, "batch_size": 16}, "starts 0.01 of 16 windows is none"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            make_agent(make_episodes(), **settings)
+    with pytest.raises(UsageError, match=r"betas takes two numbers below 1, not 0\.9"):
         make_agent(make_episodes(), betas=[0.9])
     assert make_agent(make_episodes())[0].idle == ("temperature", "top_k")
     with pytest.raises(UsageError, match="not frames"):

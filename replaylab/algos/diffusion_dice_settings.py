@@ -47,7 +47,9 @@ class Config(Settings):
     tau: float = knob(0.005, "share by which target networks move towards the networks per update", SHARE)
     batch_size: int = knob(512, "rows per batch of values and guidance", COUNT)
     noise_copies: int = knob(16, "noisy copies of each action that the guidance learns from", COUNT)
-    least_weight: float = knob(1e-40, "lower limit of the weights w; the guidance W stays above its logarithm", RATE)
+    least_weight: float = knob(
+        1e-40, "lower limit of the weights w; the guidance W stays above its logarithm", Within(0, 1, above=True)
+    )
     time_power: float = knob(1.0, "times of that noise are u^power: above 1, more copies have little noise", RATE)
     ensemble: int = knob(10, "extra Q networks that select actions; 0: the target Qs select", FROM_0)
     advantage: bool = knob(True, "the ensemble learns Q - V and also guides; off, as the original: Q, only selects")

@@ -82,8 +82,10 @@ class Config(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.betas) != 2:
-            raise UsageError(f"betas takes two numbers, not {len(self.betas)}")
+        if len(self.betas) != 2 or max(self.betas) >= 1:
+            raise UsageError(f"betas takes two numbers below 1, not {' '.join(map(str, self.betas))}")
+        if self.ahead and self.context < 2:
+            raise UsageError("ahead predicts the next step of a window: context must be at least 2")
 
 
 _ATARI = {
@@ -287,6 +289,12 @@ class Agent(nn.Module):
 
     def phases(self, episodes: Episodes) -> list[Phase]:
         config = self.config
+        if config.condition == "none" and config.target is not None:
+            raise UsageError("with `condition none` no return is asked for: leave target out")
+        if config.starts and not round(config.starts * config.batch_size):
+            raise UsageError(
+                f"starts {config.starts:g} of {config.batch_size} windows is none: raise it, or batch_size"
+            )
         if config.normalize and isinstance(eye := self.model.embed_state, Frames):
             some = episodes.observations[:: max(1, len(episodes.observations) // LOOKED_AT)]
             eye.look_at(torch.as_tensor(np.array(some)).flatten(0, -3))

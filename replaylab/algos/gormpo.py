@@ -24,6 +24,7 @@ from replaylab.algos.gormpo_density import DensityFit
 from replaylab.algos.gormpo_settings import PRESETS as PRESETS
 from replaylab.algos.gormpo_settings import Config, check_loaded, tuned
 from replaylab.algos.sac import SAC
+from replaylab.config import changed
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import left_out
 from replaylab.errors import DataError, UsageError
@@ -394,4 +395,10 @@ def _check(config: Config, spaces: Spaces) -> None:
         raise UsageError(f"--real-ratio {config.real_ratio:g} leaves no imagined rows: it must be smaller")
     if config.elites > config.members:
         raise UsageError(f"elites must be from 1 to members ({config.members}), not {config.elites}")
+    if config.members == 1 and config.uncertainty in ("pairwise", "ensemble-std") and config.uncertainty_coef != 0:
+        raise UsageError(
+            f"uncertainty {config.uncertainty} compares members, and 1 has none beside it: raise --members"
+        )
+    if config.penalty == "none" and (idle := changed(config, ("percentile", "density_inputs"), PRESETS.values())):
+        raise UsageError(f"{idle[0]} without a density's penalty does nothing: leave it out, or pass --penalty")
     check_percentile(config.percentile)

@@ -25,7 +25,7 @@ class Config(SACConfig):
     actor_lr: float = knob(1e-4, "Adam's learning rate of the actor", RATE)
     alpha_lr: float = knob(1e-4, "Adam's learning rate of the temperature", RATE)
     actor_lr_decay: bool = knob(True, "let the actor's learning rate fall to zero along a cosine")
-    alpha_max: float | None = knob(1.0, "upper limit of the entropy temperature; none: no limit")
+    alpha_max: float | None = knob(1.0, "upper limit of the entropy temperature; none: no limit", FROM_0)
     goal_min: float | None = knob(
         None, "lower limit of the critics' targets; none: no limit; original: 0, wrong if returns are negative"
     )
