@@ -12,6 +12,7 @@ from typing import Any
 from replaylab.algos import Spaces, system
 from replaylab.config import read_yaml, resolve
 from replaylab.data.episodes import Episodes
+from replaylab.data.inspect import summarize
 from replaylab.data.read import as_paths, load
 from replaylab.data.sample import refuse_nonfinite
 from replaylab.errors import DataError, ReplaylabError, UsageError, nearest
@@ -165,18 +166,32 @@ def _check_folder(
 def _check_data(folder: RunFolder, was: Any, source: Episodes | str) -> None:
     if isinstance(source, str) or not isinstance(was, dict):
         return
-    now = (len(source), source.num_episodes, float(source.returns.mean()))
+    now = summarize(source)
     try:
-        then = (int(was["steps"]), int(was["episodes"]), float(was["return"]["mean"]))
+        counts = [tuple(int(about[key]) for key in ("steps", "episodes")) for about in (was, now)]
+        means = [float(about["return"]["mean"]) for about in (was, now)]
+        others = [part for part in ("return", "observation", "action") if not _alike(was[part], now[part])]
+        others += ["terminated"] if was["terminated"] != now["terminated"] else []
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder.path / 'run.json'} does not tell the run's data: {REWRITE}") from error
-    if then[:2] != now[:2] or not math.isclose(
-        then[2], now[2], rel_tol=1e-5, abs_tol=1e-5
-    ):  # sums differ a little between machines
+    if counts[0] != counts[1] or "return" in others:
         text = "{:,} rows in {:,} episodes with a mean return of {:g}"
-        raise UsageError(
-            f"cannot resume {folder.path} with other data: it had {text.format(*then)}, now {text.format(*now)}"
-        )
+        then, today = (text.format(*count, mean) for count, mean in zip(counts, means, strict=True))
+        raise UsageError(f"cannot resume {folder.path} with other data: it had {then}, now {today}")
+    if others:
+        raise UsageError(f"cannot resume {folder.path} with other data: as many rows, but another {others[0]} column")
+
+
+def _alike(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether two summaries are of the same numbers, of all columns and of each."""
+    theirs, ours = ([about, *about.get("columns", [])] for about in (then, now))
+    return len(theirs) == len(ours) and all(map(_near, theirs, ours))
+
+
+def _near(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    changed = [key for key in ("mean", "std", "min", "max") if then[key] != now[key]]
+    little = 1e-5 * max(abs(now["min"] or 0), abs(now["max"] or 0))  # sums differ a little between machines
+    return all(math.isclose(then[key], now[key], abs_tol=little) for key in changed)
 
 
 def settings_of(module: Any) -> set[str]:

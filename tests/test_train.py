@@ -141,6 +141,21 @@ def test_resume_refuses_fewer_steps_and_other_data(log, tmp_path):
     with pytest.raises(UsageError, match="with other data"):
         other = replace(log, rewards=log.rewards + 1)
         replaylab.train("bc", other, out=run, resume=True, **SMALL)
+    swapped = replace(log, observations=log.observations[:, ::-1])  # the returns are the same
+    for what, other in (
+        ("observation", swapped),
+        (
+            "observation",
+            replace(log, observations=log.observations[:, :3], final_observations=log.final_observations[:, :3]),
+        ),
+        ("action", replace(log, actions=-log.actions)),
+        (
+            "terminated",
+            replace(log, terminated=np.zeros_like(log.terminated), truncated=log.terminated | log.truncated),
+        ),
+    ):
+        with pytest.raises(UsageError, match=f"with other data: as many rows, but another {what} column"):
+            replaylab.train("bc", other, out=run, resume=True, **SMALL)
     with pytest.raises(UsageError, match="pass one of them"):
         replaylab.train("bc", log, out=run, resume=True, overwrite=True, **SMALL)
     assert (run / "config.yaml").read_text() == stored
