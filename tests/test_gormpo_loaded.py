@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from replaylab.errors import DataError, UsageError
 from replaylab.evaluate import load_agent
 from replaylab.models import termination
 from replaylab.run import RunFolder
+from replaylab.tensors import under
 
 
 def test_a_loaded_run_foretells_with_its_own_ends(tmp_path):
@@ -128,6 +130,23 @@ def test_ensembles_of_another_robot_or_of_an_unfinished_run_are_refused(tmp_path
     assert "dynamics" in first.info()["findings"]
     with pytest.raises(UsageError, match="has no ensemble that was trained to the end: go on there with --resume"):
         make_agent(make_log(), dynamics_model=str(first.path), termination="none")
+
+
+def test_a_run_goes_on_without_the_run_that_its_ensembles_are_from(tmp_path):
+    settings = TINY | {"device": "cpu", "steps": 2}
+    first = replaylab.train("mopo", make_log(), out=tmp_path / "first", **settings)
+    settings |= {"dynamics_model": str(first)}
+    second = replaylab.train("mopo", make_log(), out=tmp_path / "second", **settings)
+    third = replaylab.train("mopo", make_log(), out=tmp_path / "third", **settings)
+    shutil.rmtree(third / "checkpoints")  # as if it had been killed before the first of them
+    shutil.rmtree(first)
+    ensembles = under("dynamics.", RunFolder(second).weights())
+    replaylab.train("mopo", make_log(), out=second, resume=True, **settings | {"steps": 4})
+    after = under("dynamics.", RunFolder(second).weights())
+    assert all(torch.equal(ensembles[name], after[name]) for name in ensembles)
+    for out, how in ((third, {"resume": True}), (tmp_path / "fourth", {})):
+        with pytest.raises(UsageError, match="first does not exist"):
+            replaylab.train("mopo", make_log(), out=out, **settings | how)
 
 
 def test_settings_that_trained_a_loaded_ensemble_are_refused(tmp_path):

@@ -45,10 +45,16 @@ from replaylab.models.imagine import (
 )
 from replaylab.models.penalty import BOUNDED
 from replaylab.models.termination import same_family
+from replaylab.run import RunFolder
 from replaylab.step import Graph
 from replaylab.tensors import under
 
 SHOWN = 1500  # points of each kind in the support plot
+
+
+def needs(config: Config) -> list[str]:
+    """Run folders that a new run needs."""
+    return [] if config.dynamics_model is None else [config.dynamics_model]
 
 
 class Agent(nn.Module):
@@ -75,6 +81,7 @@ class Agent(nn.Module):
         self.number = -1  # index of the last rollout
         self.density: DensityFit | None = None
         self.fit: Fit | None = None  # None once the ensemble is trained
+        self.lacking: RunFolder | None = None  # the run to take the ensembles from, where it is gone
 
     # --- the method: SAC on logged and imagined rows; models/imagine.py makes the latter
 
@@ -90,6 +97,8 @@ class Agent(nn.Module):
 
     def imagine(self, step: int) -> dict[str, Tensor]:
         """Runs every `rollout_every` updates: imagine new rows, and draw the noise of the updates until the next."""
+        if self.lacking:
+            self.lacking.require()
         self._draw(step // self.config.rollout_every)
         self.cursor.zero_()
         if self.penalties.coefficient and self.penalties.density is None:
@@ -125,7 +134,7 @@ class Agent(nn.Module):
             found.insert(0, self._dynamics(self.fit))
             self.notes += left_out(episodes, "dynamics")
         else:
-            self._take_dynamics(config.dynamics_model, episodes.env_id)
+            self._take_dynamics(RunFolder(config.dynamics_model), episodes.env_id)
         if self.density is not None and self.density.descent is not None:
             self.optimizers["density"] = self.density.descent.optimizer
             found.insert(0, self.density.phase())
@@ -133,11 +142,12 @@ class Agent(nn.Module):
             found[0].begin = self.density.begin
         return found
 
-    def _take_dynamics(self, path: str, env_id: str | None) -> None:
-        """Load the ensembles of another run, seed by seed."""
-        from replaylab.run import RunFolder
-
-        run = RunFolder(path).require()
+    def _take_dynamics(self, run: RunFolder, env_id: str | None) -> None:
+        """Load the ensembles of another run, seed by seed. A resumed run has its own copy and does not need them."""
+        path = str(run.path)
+        self.lacking = None if run.exists() else run
+        if self.lacking:
+            return
         if run.system() not in ("mopo", "gormpo"):
             raise UsageError(f"{path} is a run of {run.system()}: only mopo and gormpo have ensembles to take")
         check_loaded(self.config, run.config())
@@ -357,6 +367,7 @@ class Agent(nn.Module):
         return state
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
+        self.lacking = None
         self.ring.load(under("ring.", state))
         self.cursor.copy_(state["cursor"])
         if int(state["number"]) >= 0:
