@@ -13,6 +13,7 @@ from tiny_dice import TINY, make_agent
 
 import replaylab
 from replaylab import results
+from replaylab.algos import Spaces
 from replaylab.algos import diffusion_dice as dice
 from replaylab.cli import main
 from replaylab.errors import DataError, ReplaylabError, UsageError
@@ -195,8 +196,11 @@ def test_actions_are_scaled_as_the_behaviour_model_learnt_them(tmp_path):
     wide = replace(log, actions=8 * log.actions)
     run = replaylab.train("diffusion-dice", wide, out=tmp_path / "b", **settings | {"stage": "behavior"})
     agent, _ = make_agent(log, stage="critic", behavior=str(run))
-    theirs = make_agent(wide)[0].box
-    assert theirs[1].tolist() == [4, 4] and all(torch.equal(a, b) for a, b in zip(agent.box, theirs, strict=True))
+    theirs, loaded = make_agent(wide)[0], type(agent)(agent.config, Spaces.of(log), agent.seeds, agent.device)
+    loaded.load_state_dict(agent.state_dict())
+    assert theirs.unit.tolist() == [4, 4]
+    for ours in (agent, loaded):
+        assert torch.equal(ours.unit, theirs.unit) and torch.equal(ours.center, theirs.center)
 
 
 def test_what_is_refused_costs_no_run(tmp_path):

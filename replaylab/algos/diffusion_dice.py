@@ -103,6 +103,8 @@ class Agent(nn.Module):
             self.register_buffer(f"{part}_done", torch.zeros((), dtype=torch.int64))
             self.register_buffer(f"{part}_keys", keys(seeds, part == "critic"), persistent=False)
         self.to(device)
+        self._set_box()
+        self.register_load_state_dict_post_hook(lambda agent, _: agent._set_box())
         self.optimizers = self._optimizers()
         self.samplings: dict[tuple, Sampling] = {}
         self.data_actions: Tensor | None = None  # a sample, if the data has one state and can be plotted
@@ -185,16 +187,14 @@ class Agent(nn.Module):
     def seen(self, observations: Tensor) -> Tensor:
         return self.normalizer(observations) if self.config.normalize else observations
 
-    @property
-    def box(self) -> tuple[Tensor, Tensor]:
+    def _set_box(self) -> None:
         """Center and unit of the actions, as the networks read and draw them: the noise of the diffusion suits numbers
         of about 1. The unit is half the box, rounded to a power of four: [-1, 1] and its like stay as they are."""
         half = box_unit((self.high - self.low) / 2)
-        return (self.high + self.low) / 2, torch.exp2(2 * (torch.log2(half) / 2).round())
+        self.center, self.unit = (self.high + self.low) / 2, torch.exp2(2 * (torch.log2(half) / 2).round())
 
     def scaled(self, actions: Tensor) -> Tensor:
-        center, unit = self.box
-        return (actions - center) / unit
+        return (actions - self.center) / self.unit
 
     def behavior_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         config, actions = self.config, self.scaled(batch["actions"])
@@ -298,8 +298,7 @@ class Agent(nn.Module):
         if self.foresight is None:
             return self.critics.judge(states, actions)
         raw = states * self.normalizer.std + self.normalizer.mean if self.config.normalize else states
-        center, unit = self.box
-        return self.foresight.judge(raw, center + unit * actions, self.seen)
+        return self.foresight.judge(raw, self.center + self.unit * actions, self.seen)
 
     @property
     def acting_score(self) -> ScoreNet:
@@ -444,6 +443,7 @@ class Agent(nn.Module):
         self.normalizer.load_state_dict(under("normalizer.", stored))  # the model must see states as in its training,
         self.low.copy_(stored["low"])  # and scale actions as there
         self.high.copy_(stored["high"])
+        self._set_box()
         done, steps = int(stored["behavior_done"]), run.config()["behavior_steps"]
         if done < steps and run.config()["stage"] != "critic":  # a critic run has a copy of a finished one
             self.notes.append(f"the behaviour model of {run.path} was stopped at update {done:,} of {steps:,}")

@@ -45,8 +45,7 @@ class Sampling:
             actions = actions.clamp(agent.scaled(agent.low), agent.scaled(agent.high))
         if self.candidates > 1:
             actions = self.choose(states, actions)
-        center, unit = agent.box
-        actions = center + unit * actions
+        actions = agent.center + agent.unit * actions
         self.actions.copy_(actions.clamp(agent.low, agent.high))  # the original leaves this to its environments
 
     def choose(self, states: Tensor, actions: Tensor) -> Tensor:  # -> (seeds, rows, action)
