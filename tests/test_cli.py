@@ -254,6 +254,8 @@ def test_a_bench_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         bench(json_path=str(tmp_path / "b.json"), device="cpu")
     assert [row["what"] for row in json.loads((tmp_path / "b.json").read_text())["rows"]] == ["first"]
+    with pytest.raises(FileNotFoundError):  # before anything is timed
+        bench(json_path=str(tmp_path / "nowhere" / "b.json"), device="cpu")
 
 
 def test_work_goes_on_when_nobody_reads_what_it_says(log, tmp_path, monkeypatch):

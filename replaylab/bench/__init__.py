@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from replaylab.bench.common import Rows
+from replaylab.config import write_whole
 from replaylab.errors import UsageError, nearest
 from replaylab.evaluate import pick_device
 from replaylab.run import machine
@@ -48,10 +49,15 @@ def bench(
         torch.set_float32_matmul_precision("high")
     found: list[dict[str, Any]] = []
     result = {"machine": machine(where), "rows": found}
+
+    def keep() -> None:
+        if json_path:
+            write_whole(Path(json_path), json.dumps(result, indent=1))
+
+    keep()  # what cannot be written is found out before anything is timed
     for case, run in chosen.items():
         for what, figure, unit in run(where):
             found.append({"case": case, "what": what, "figure": figure, "unit": unit})
             print(f"{case:12s} {what:75s} {figure:12,.4g} {unit}", flush=True)
-            if json_path:  # after every row, so that an interrupted run keeps its results
-                Path(json_path).write_text(json.dumps(result, indent=1))
+            keep()  # after every row, so that an interrupted run keeps its results
     return result
