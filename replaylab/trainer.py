@@ -37,13 +37,15 @@ THRIFT = 20.0  # and how many times what that checkpoint took
 class Options(Settings):
     """Training run."""
 
-    env: str | None = knob(None, "environment to play and evaluate in; default: the one that the data names")
+    env: str | None = knob(
+        None, "environment to play and evaluate in; default: the one that the data names (mbarc: none)"
+    )
     seeds: list[int] = knob([0], "random seeds; all are trained together in one process (mbarc: one)", Within(0, 1e12))
     device: str = knob("auto", "auto, cpu or cuda; auto: cuda if there is a GPU")
     compile: str = knob(
         "auto", "auto: one CUDA graph per update; on: torch.compile too; off: neither", ("auto", "on", "off")
     )
-    deterministic: bool = knob(False, "bit-identical results on CUDA, at some cost in speed")
+    deterministic: bool = knob(False, "only deterministic kernels on CUDA, and no TF32: slower")
     eval_every: int = knob(0, "updates between evaluations; 0: ten per run, -1: only at the end", Within(-1))
     eval_episodes: int = knob(10, "episodes per seed in these evaluations", COUNT)
     final_episodes: int = knob(100, "episodes per seed in the evaluation at the end; 0: no evaluation", FROM_0)

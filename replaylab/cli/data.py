@@ -15,7 +15,7 @@ def build_data(verbs: Any, words: Sequence[str]) -> None:
     data = add_verb(verbs, "data", "look at, convert and make datasets", None)
     inner = data.add_subparsers(title="data verbs", required=True, metavar="VERB", parser_class=Parser)
     verb = add_verb(inner, "list", "datasets that ship with replaylab, and the formats it reads", _data_list)
-    verb.add_argument("--json", action="store_true")
+    verb.add_argument("--json", action="store_true", help="print as JSON")
     verb = add_verb(inner, "info", "counts, returns, ranges and warnings", _data_info)
     verb.add_argument("path", nargs="+", metavar="X")
     verb.add_argument("--json", action="store_true", help="print as JSON")
@@ -28,25 +28,27 @@ def build_data(verbs: Any, words: Sequence[str]) -> None:
     verb.add_argument("source", nargs="+", metavar="SRC")
     verb.add_argument("target", metavar="DST")
     verb.add_argument("--to", metavar="FORMAT", help="format to write; found from DST when not given")
-    verb.add_argument("--overwrite", action="store_true")
+    verb.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
     data_options(verb)
     verb = add_verb(inner, "sparsify", "take rows out on purpose, by a stored recipe", _data_sparsify)
     verb.add_argument("path", nargs="+", metavar="X")
-    verb.add_argument("--recipe", required=True, metavar="pca-quadrant|reward-action-box")
-    verb.add_argument("--out", required=True)
-    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument(
+        "--recipe", required=True, metavar="pca-quadrant|reward-action-box", help="which rows; docs/damage.md"
+    )
+    verb.add_argument("--out", required=True, help="the new dataset")
+    verb.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     verb.add_argument(
         "--set", nargs="+", action="extend", metavar="NAME=JSON", help="parameters of the recipe, such as keep=0.05"
     )
-    verb.add_argument("--overwrite", action="store_true")
+    verb.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
     data_options(verb)
     verb = add_verb(inner, "corrupt", "a labelled test set: episodes as they are, and the same shifted", _data_corrupt)
     verb.add_argument("path", nargs="+", metavar="X")
     verb.add_argument("--distance", type=float, required=True, help="mean of the noise added to the shifted half")
-    verb.add_argument("--out", required=True)
-    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--out", required=True, help="the new dataset")
+    verb.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     verb.add_argument("--episodes", type=int, default=10, help="episodes taken (default: 10)")
-    verb.add_argument("--overwrite", action="store_true")
+    verb.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
     data_options(verb)
     _build_collect(inner, words)
 
@@ -60,14 +62,14 @@ def _build_collect(inner: Any, words: Sequence[str]) -> None:
     )
     verb.add_argument("--out", required=True, metavar="D", help="the dataset (a folder a level with --level all)")
     verb.add_argument("--level", help="random, medium, medium-replay, full-replay, expert, medium-expert, mixed or all")
-    verb.add_argument("--steps", type=int, metavar="N", help="rows of a dataset")
-    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--steps", type=int, metavar="N", help="rows of a dataset (default: 1000000, mazes 300000)")
+    verb.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     verb.add_argument("--to", metavar="FORMAT", help="format to write (default: from the name; a folder is native)")
     verb.add_argument(
         "--compact", action="store_true", help="round to 12 bits (of 23) and leave out extra columns: a small file"
     )
-    verb.add_argument("--overwrite", action="store_true")
+    verb.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
     if "collect" not in words:  # the modules below need simulators
         return
     if any(word.startswith("pointmaze") for word in words):

@@ -29,7 +29,7 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
     verb.add_argument("runs", nargs="+", metavar="RUN")
     verb.add_argument("--env", help="environment; default: the run's own")
     verb.add_argument("--episodes", type=int, default=100, help="episodes per seed (default: 100)")
-    verb.add_argument("--seed", type=int, help="seed of the first episode")
+    verb.add_argument("--seed", type=int, help="seed of the first episode (default: 1000)")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     verb.add_argument(
         "--target", nargs="+", type=float, metavar="R", help="returns to ask a dt for, played in one batch"
@@ -112,7 +112,9 @@ def _build_train(verbs: Any, words: Sequence[str]) -> None:
         parser.add_argument("--data", nargs="+", action="extend", metavar="X", help=data_help)
         if not online:
             data_options(parser)
-        parser.add_argument("--out", metavar="D", help="run folder (default: runs/SYSTEM-DATA)")
+        parser.add_argument(
+            "--out", metavar="D", help=f"run folder (default: runs/{name}-{'GAME' if online else 'DATA'})"
+        )
         parser.add_argument("--preset", help=f"named settings: {', '.join(module.PRESETS)}")
         parser.add_argument("--config", metavar="F", help="YAML file of settings")
         parser.add_argument("--resume", action="store_true", help="go on where the run folder stopped")
@@ -150,13 +152,13 @@ def _build_density(verbs: Any) -> None:
     verb.add_argument(
         "--set", nargs="+", action="extend", metavar="NAME=JSON", help="settings of the kind, such as couplings=8"
     )
-    verb.add_argument("--seed", type=int, default=0, help="of its first weights and of the split")
+    verb.add_argument("--seed", type=int, default=0, help="of its first weights and of the split (default: 0)")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     verb.add_argument("--overwrite", action="store_true", help="write over a density that is there")
     data_options(verb)
     verb = add_verb(inner, "score", "how likely other data is under a density model", _density_score)
     verb.add_argument("folder", metavar="D")
-    verb.add_argument("--data", nargs="+", action="extend", required=True, metavar="Y")
+    verb.add_argument("--data", nargs="+", action="extend", required=True, metavar="Y", help="what to score")
     verb.add_argument("--percentile", type=float, metavar="P", help="default: the one it was fitted with")
     verb.add_argument("--out", metavar="PAGE", help="write a page with a histogram")
     verb.add_argument("--json", action="store_true", help="print as JSON")

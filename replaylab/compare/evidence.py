@@ -3,9 +3,10 @@
     replaylab report runs/* --export benchmarks/results
     replaylab report benchmarks/results --out benchmarks/RESULTS.md
 
-{"format": "replaylab-result-1", "system": "bc", "task": "hopper-medium", "env": "d4rl/hopper", "settings": {...},
- "seeds": [0, 1], "command": "...", "machine": {...}, "date": "2026-11-15", "seconds": 151.2, "steps": 20000,
- "parameters": 70403, "data": {"paths": [...], "rows": 299470, "episodes": 663},
+{"format": "replaylab-result-1", "name": "bc-hopper-medium", "system": "bc", "row": "bc", "task": "hopper-medium",
+ "env": "d4rl/hopper", "preset": null, "settings": {...}, "seeds": [0, 1], "steps": 20000, "parameters": 70403,
+ "data": {"paths": [...], "steps": 299470, "episodes": 663}, "command": "...", "machine": {...},
+ "date": "2026-11-15", "seconds": 151.2, "status": "finished", "note": "",
  "scores": [{"settings": {}, "kind": "normalised", "last": [{"seed": 0, "step": 20000, "episodes": 100,
    "mean": 57.0, "std": 11.2, "min": 40.1, "max": 99.8, "return": 1833.2}], "best": [...]}]}
 """
