@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from imagining import CPU, make_agent, make_log, train
+from imagining import CPU, TINY, make_agent, make_log, train
 
 import replaylab
 from replaylab.algos import Spaces, gormpo, mopo
@@ -267,6 +267,14 @@ def test_an_ensemble_that_predicts_nothing_is_one_line():
 def test_bad_settings(settings, complaint):
     with pytest.raises(UsageError, match=complaint):
         make_agent(make_log(), **settings)
+
+
+def test_a_run_with_settings_that_are_refused_now_is_still_loaded():
+    log, config = make_log(), gormpo.Config(**TINY | {"penalty": "none", "percentile": 5.0})
+    agent = gormpo.Agent(config, Spaces.of(log), [0], CPU)
+    assert agent.act(torch.zeros(1, 3, 2))[0].shape == (1, 3, 1)
+    with pytest.raises(UsageError, match="percentile without"):
+        agent.phases(log)
 
 
 def test_no_penalty_and_no_density_is_mbpo():

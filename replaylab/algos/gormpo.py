@@ -63,7 +63,7 @@ class Agent(nn.Module):
 
     def __init__(self, config: Config, spaces: Spaces, seeds: Sequence[int], device: torch.device):
         super().__init__()
-        _check(config, spaces)
+        spaces.require_vectors("the ensemble of gormpo and mopo")
         self.config, self.seeds, self.device, self.spaces = config, list(seeds), device, spaces
         self.observation = spaces.observation_shape[0]
         rate = torch.tensor(config.actor_lr, device=device)
@@ -112,6 +112,7 @@ class Agent(nn.Module):
 
     def phases(self, episodes: Episodes) -> list[Phase]:
         config = self.config
+        _check(config)
         if config.normalize:
             self.normalizer.fit(episodes)
         data = Logged(episodes, self.device)
@@ -385,8 +386,8 @@ class Agent(nn.Module):
         return self.sac.mode(self.normalizer(observations)), state
 
 
-def _check(config: Config, spaces: Spaces) -> None:
-    spaces.require_vectors("the ensemble of gormpo and mopo")
+def _check(config: Config) -> None:
+    """Refuse settings for training; a run that was trained with them is still loaded."""
     wanted = config.penalty != "none" and config.penalty_coef != 0
     if wanted and config.density == "none" and config.density_model is None:
         raise UsageError(
