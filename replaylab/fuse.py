@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# torch's word to its own developers, once for each softmax over few rows: nothing that a user could do about
+warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
 
 
 def fused(function: Callable[..., Any], wanted: bool = True) -> Callable[..., Any]:

@@ -22,28 +22,37 @@ class Progress:
         self.label, self.total, self.done, self.unit = label, total, done, unit
         self.file = file or sys.stderr
         self.live = self.file.isatty()
-        self.notes = ""
-        self.began = self.drawn = time.monotonic()
-        self.began_at = done
+        self.notes = "starting"
+        self.drawn = time.monotonic()
+        self.first: tuple[float, int] | None = None  # when the first update came, and what was done then
         self.every = 0.2 if self.live else 5.0  # seconds
+        if self.live:
+            self._draw()
 
     def update(self, done: int, **numbers: float) -> None:
-        self.done = done
+        self.done, now = done, time.monotonic()
+        if self.first is None:
+            self.first, self.notes = (now, done), ""
         if numbers:
             self.notes = "  ".join(f"{name} {v if isinstance(v, int) else f'{v:.4g}'}" for name, v in numbers.items())
-        now = time.monotonic()
         if now - self.drawn >= self.every:
             self.drawn, self.every = now, 0.2 if self.live else 60.0
             self._draw()
 
     def _line(self) -> str:
-        spent = time.monotonic() - self.began
-        rate = (self.done - self.began_at) / spent if spent > 0 else 0.0
-        speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
-        left = duration((self.total - self.done) / rate) if rate > 0 else "?"
         share = self.done / self.total if self.total else 1.0
         bar = f"[{'#' * int(20 * share):20s}] " if self.live else ""
-        return f"{self.label} {bar}{self.done}/{self.total} {self.unit}  {speed}/s  {left} left  {self.notes}"
+        return f"{self.label} {bar}{self.done}/{self.total} {self.unit}  {self._pace()}{self.notes}"
+
+    def _pace(self) -> str:
+        """The rate and the time left, once there are two updates: the first one also compiles, collects or loads."""
+        began, before = self.first or (0.0, self.done)
+        spent = time.monotonic() - began
+        if self.done <= before or spent <= 0:
+            return ""
+        rate = (self.done - before) / spent
+        speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
+        return f"{speed}/s  {duration((self.total - self.done) / rate)} left  "
 
     def _draw(self) -> None:
         print(f"\r\033[K{self._line()}" if self.live else self._line(), end="" if self.live else "\n", file=self.file)

@@ -183,8 +183,8 @@ class Trainer:
         stepper.sums = {k: v.to(self.device) for k, v in self.loaded.items()}
         stepper.count, self.loaded, self.loaded_count = self.loaded_count, {}, 0
         bar = Progress(self._label(phase), phase.steps, self.done)
-        if phase.begin and self.done == 0:
-            phase.begin()
+        if phase.begin and self.done == 0 and (told := phase.begin()):
+            bar.say(f"{self._label(phase)}: {told}")
         self._tell(bar)
         piece = 1
         while self.done < phase.steps:

@@ -301,8 +301,9 @@ def weights(path):
     return load_tensors(last / "weights.safetensors") | training
 
 
-def test_interrupted_anywhere_it_ends_the_same(tmp_path, monkeypatch):
+def test_interrupted_anywhere_it_ends_the_same(tmp_path, monkeypatch, capsys):
     run_tiny(tmp_path / "whole", games=8)
+    assert "world 2/2: collected 16 real steps, no game ended\n" in capsys.readouterr().err
     info = json.loads((tmp_path / "whole/run.json").read_text())
     assert (tmp_path / "whole/media/dream.gif").read_bytes()[:4] == b"GIF8"
     world = info["findings"]["world"]["epochs"]
@@ -376,6 +377,11 @@ def test_acting_follows_the_temperature():
         agent.config = replace(agent.config, eval_temperature=0.0)
         best = agent.act(seen)[0]
     assert best.shape == (1, 5) and (best == 3).all()
+
+
+def test_what_was_collected_is_told():
+    found = {"steps": 6400, "episodes": 8, "mean_return": 1234.56}
+    assert mbarc._told(found) == "collected 6,400 real steps, 8 games ended with 1,234.6 points on average"
 
 
 def test_nothing_collected_is_an_error():

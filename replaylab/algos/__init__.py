@@ -110,7 +110,7 @@ class Phase:
     steps: int
     sampler: Any  # data.sample.Transitions, Windows, ...
     update: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-    begin: Callable[[], None] | None = None  # before the first update
+    begin: Callable[[], str | None] | None = None  # before the first update; may return a line for the user
     every: int = 0  # `hook(k)` runs before update k if k is a multiple of this, 0 included
     hook: Callable[[int], dict[str, Tensor] | None] | None = None  # may return metrics of shape (seeds,)
     stop: Callable[[], bool] | None = None  # called after each hook; True ends the phase

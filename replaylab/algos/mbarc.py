@@ -36,6 +36,7 @@ from replaylab.models import reward
 from replaylab.models.dream import Dream, exciting_scene, film, hold_out, judge, real
 from replaylab.models.world import World, WorldShape, refresh, snapshot
 from replaylab.models.world_training import AVERAGED, RewardTrainer, RunningMean, WorldTrainer, memory
+from replaylab.page import count
 from replaylab.step import Graph
 from replaylab.tensors import under
 
@@ -216,8 +217,8 @@ class Agent(nn.Module):
 
     # --- the world model
 
-    def _begins_world(self, epoch: int) -> Callable[[], None]:
-        def begin() -> None:
+    def _begins_world(self, epoch: int) -> Callable[[], str]:
+        def begin() -> str:
             self.clock, before = time.monotonic(), self.replay.next_segment
             if epoch == 0:
                 self.recorder.collect(self.config.random_steps, self._at_random)
@@ -231,6 +232,7 @@ class Agent(nn.Module):
             self.log["world"].append({"epoch": epoch, "ledger": self.recorder.ledger} | found)
             self._lay_out()
             self._begin_walk()
+            return _told(found["collected"])
 
         return begin
 
@@ -388,6 +390,14 @@ class Agent(nn.Module):
         self.clock = time.monotonic() - self.log.pop("clock")
         self._lay_out()
         refresh(self.copy, self.world)  # as it was: the trunk changes only in the world phase, which does not dream
+
+
+def _told(collected: dict[str, Any]) -> str:
+    """What an epoch collected. A long game may have begun under an earlier policy than the one that ended it."""
+    steps = f"collected {collected['steps']:,} real steps"
+    if not collected["episodes"]:
+        return f"{steps}, no game ended"
+    return f"{steps}, {count(collected['episodes'], 'game')} ended with {collected['mean_return']:,.1f} points on average"
 
 
 def _check(config: Config) -> None:
