@@ -394,10 +394,10 @@ class Agent(nn.Module):
 
 def _told(collected: dict[str, Any]) -> str:
     """What an epoch collected. A long game may have begun under an earlier policy than the one that ended it."""
-    steps = f"collected {collected['steps']:,} real steps"
-    if not collected["episodes"]:
+    steps, ended = f"collected {collected['steps']:,} real steps", collected["episodes"]
+    if not ended:
         return f"{steps}, no game ended"
-    return f"{steps}, {count(collected['episodes'], 'game')} ended with {collected['mean_return']:,.1f} points on average"
+    return f"{steps}, {count(ended, 'game')} ended with {collected['mean_return']:,.1f} points on average"
 
 
 def _check(config: Config) -> None:
