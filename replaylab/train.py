@@ -17,6 +17,7 @@ from replaylab.data.read import as_paths, load
 from replaylab.data.sample import refuse_nonfinite
 from replaylab.errors import DataError, ReplaylabError, UsageError, nearest
 from replaylab.evaluate import check_spaces, pick_device
+from replaylab.memory import memory
 from replaylab.run import REWRITE, RunFolder
 from replaylab.trainer import Options, Trainer
 
@@ -24,6 +25,7 @@ from replaylab.trainer import Options, Trainer
 MEANS = {"device", "compile", "track", "checkpoint_minutes", "preset"}
 LENGTHS = {"steps", "behavior_steps", "critic_steps"}
 RATES = {"behavior_lr", "value_lr", "guide_lr", "min_lr"}
+LARGE = ("batch_size", "rollout_batch", "hidden")  # what takes the memory; mbarc knows its own more closely
 
 
 def train(
@@ -96,7 +98,8 @@ def train(
     values = {"system": system_name, "data": paths, "data_options": data_options or {}, "preset": preset}
     values |= asdict(options) | asdict(algorithm)
     folder = RunFolder(out or Path("runs") / f"{system_name}-{_name(source, paths)}")
-    with folder.lock():
+    large = [name.replace("_", "-") for name in LARGE if hasattr(algorithm, name)]
+    with folder.lock(), memory("this training", *large):
         _check_folder(folder, values, source, resume, overwrite)
         with Trainer(folder, module, options, algorithm, source, spaces, values, resume) as trainer:
             trainer.run()

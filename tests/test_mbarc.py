@@ -20,8 +20,8 @@ from replaylab.config import resolve
 from replaylab.data.frames import FrameReplay
 from replaylab.envs.atari_rgb import Recorder
 from replaylab.errors import DataError, UsageError
+from replaylab.memory import memory
 from replaylab.models import reward
-from replaylab.models.world_training import memory
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
 from replaylab.tensors import load_tensors

@@ -360,3 +360,10 @@ def test_a_second_ctrl_c_does_not_wait(log, tmp_path, monkeypatch, capfd):
         replaylab.train("bc", log, out=tmp_path / "r", **SMALL)
     assert "Ctrl-C again stops at once" in capfd.readouterr().err
     assert RunFolder(tmp_path / "r").info()["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("name, setting", [("bc", "batch_size"), ("mopo", "rollout_batch")])
+def test_out_of_memory_names_the_settings(log, tmp_path, name, setting):
+    settings = {"preset": "debug", "device": "cpu", setting: 10**11}
+    with pytest.raises(UsageError, match=f"too little memory for this training: .*--{setting.replace('_', '-')}"):
+        replaylab.train(name, log, out=tmp_path / "r", **settings)

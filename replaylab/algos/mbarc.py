@@ -32,10 +32,11 @@ from replaylab.algos.mbarc_settings import Config
 from replaylab.config import changed
 from replaylab.data.frames import FrameReplay, Table
 from replaylab.errors import DataError, UsageError, require
+from replaylab.memory import memory
 from replaylab.models import reward
 from replaylab.models.dream import Dream, exciting_scene, film, hold_out, judge, real
 from replaylab.models.world import World, WorldShape, refresh, snapshot
-from replaylab.models.world_training import AVERAGED, RewardTrainer, RunningMean, WorldTrainer, memory
+from replaylab.models.world_training import AVERAGED, RewardTrainer, RunningMean, WorldTrainer
 from replaylab.page import count
 from replaylab.step import Graph
 from replaylab.tensors import under

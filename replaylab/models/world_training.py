@@ -7,14 +7,12 @@ trains the head alone on inputs from a frozen trunk. On CUDA both compile their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from replaylab.errors import UsageError
 from replaylab.fuse import fused
 from replaylab.models.adafactor import Adafactor
 from replaylab.models.adam import adam, clipped_step
@@ -24,19 +22,6 @@ from replaylab.tensors import under
 
 AVERAGED = 10  # updates between two samples of the running mean of weights
 FRAMES_LR, FRAMES_DECAY = 5e-4, 0.01  # AdamW's, for a reward head that reads frames
-
-
-@contextmanager
-def memory(what: str, *settings: str) -> Iterator[None]:
-    """Turn out-of-memory errors into a UsageError that names the settings to lower."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        gpu = isinstance(error, torch.cuda.OutOfMemoryError)
-        if not (gpu or isinstance(error, MemoryError) or "alloc" in str(error)):  # the CPU allocator's message
-            raise
-        where = "the GPU has" if gpu else "there is"
-        raise UsageError(f"{where} too little memory for {what}: lower --{' or --'.join(settings)}") from error
 
 
 def truth_share(update: Tensor, decay: int) -> Tensor:
