@@ -15,7 +15,7 @@ import platform
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from numbers import Real
 from pathlib import Path
@@ -79,6 +79,15 @@ def changed(config: Settings, names: Iterable[str], layers: Iterable[dict[str, A
     them."""
     usual = [vars(type(config)()), *layers]
     return [name for name in names if getattr(config, name) not in [layer[name] for layer in usual if name in layer]]
+
+
+def without_effect(
+    config: Settings, layers: Iterable[dict[str, Any]], rules: Iterable[tuple[bool, str, Sequence[str]]]
+) -> list[str]:
+    """Notes on settings that somebody gave and that do nothing; a rule: whether it holds, beside what, which names."""
+    layers = list(layers)
+    idle = [(name, why) for holds, why, names in rules if holds for name in changed(config, names, layers)]
+    return [f"{name} has no effect {why}" for name, why in idle]
 
 
 def default_of(knob: Field) -> Any:

@@ -309,3 +309,16 @@ def test_the_sample_with_the_debug_preset(tmp_path):
     lines = RunFolder(run).lines("metrics.jsonl")
     loss = [line["score_loss"] for line in lines if line["phase"] == "behavior"]
     assert np.mean(loss[-20:]) < 0.8 * np.mean(loss[:20]) and RunFolder(run).lines("eval.jsonl")
+
+
+def test_settings_without_effect_are_noted():
+    """Those of a preset are nobody's, and with the right company a setting is not idle."""
+    given = {"trace": 0.5, "models": 3, "temperature": 0.3, "twins": "mean", "min_lr": 1e-5}
+    told = [f"{name} has no effect" for name in ("trace", "models", "temperature")]
+    assert [note.partition(" with")[0] for note in dice.idle_settings(dice.Config(**given))] == told
+    right = {"backup": "data", "filter": "softmax", "lr_decay": False}
+    found = dice.idle_settings(dice.Config(**given | right))
+    assert found == ["models has no effect without --backup model", "min_lr has no effect with --no-lr-decay"]
+    for name, preset in dice.PRESETS.items():
+        ours = {key: value for key, value in preset.items() if key in vars(dice.Config())}
+        assert dice.idle_settings(dice.Config(**ours)) == [], name

@@ -28,7 +28,7 @@ from replaylab.algos import Normalizer, Phase, Spaces, box_unit
 from replaylab.algos.diffusion_dice_acting import Sampling
 from replaylab.algos.diffusion_dice_foresight import Foresight
 from replaylab.algos.diffusion_dice_returns import UsualReturn
-from replaylab.algos.diffusion_dice_settings import ACTING, Config, returns_steps, usual_guidance
+from replaylab.algos.diffusion_dice_settings import ACTING, Config, idle_settings, returns_steps, usual_guidance
 from replaylab.algos.diffusion_dice_settings import PRESETS as PRESETS
 from replaylab.algos.diffusion_dice_settings import SMALLER as SMALLER
 from replaylab.data.episodes import Episodes
@@ -89,7 +89,7 @@ class Agent(nn.Module):
         super().__init__()
         spaces.require_vectors("diffusion-dice")
         self.config, self.seeds, self.device = config, list(seeds), device
-        self.notes: list[str] = []
+        self.notes = idle_settings(config)
         self.sizes = spaces.observation_shape[0], spaces.action_dim
         self.by_advantage = config.advantage and config.ensemble > 0
         self.exact = config.returns_exact or config.backup == "data"

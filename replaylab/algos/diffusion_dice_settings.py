@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, Within, knob
+from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, Within, knob, without_effect
 from replaylab.data.rewards import RULES
 from replaylab.errors import UsageError
 from replaylab.models.sdice import AGGREGATES
@@ -154,3 +154,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "candidates": 4, "returns_steps": 20, "eval_every": -1, "final_episodes": 2,
     },
 }  # fmt: skip
+
+
+def idle_settings(config: Config) -> list[str]:
+    """Notes on settings that do nothing beside the others."""
+    model, stage = config.backup == "model", f"with --stage {config.stage}"
+    rules = [
+        (config.backup != "data", "without --backup data", ("trace",)),
+        (not model, "without --backup model", ("values", "models", "model_hidden", "model_epochs")),
+        (model, "with --backup model", ("ensemble", "advantage", "twins", "critic_norm", "returns_steps")),
+        (config.filter != "softmax", "without --filter softmax", ("temperature",)),
+        (not config.lr_decay, "with --no-lr-decay", ("min_lr",)),
+        (config.stage != "both", stage, ("schedule",)),
+        (config.stage == "behavior", stage, ("alpha", "critic_steps", "batch_size", "hidden", "guide_hidden")),
+        (config.stage == "critic", stage, ("behavior_steps", "behavior_batch", "behavior_lr")),
+    ]
+    return without_effect(config, PRESETS.values(), rules)

@@ -29,7 +29,7 @@ from replaylab.algos import Phase, Spaces, ppo
 from replaylab.algos.mbarc_settings import PRESETS as PRESETS
 from replaylab.algos.mbarc_settings import SMALLER as SMALLER
 from replaylab.algos.mbarc_settings import Config
-from replaylab.config import changed
+from replaylab.config import changed, without_effect
 from replaylab.data.frames import FrameReplay, Table
 from replaylab.errors import DataError, UsageError, require
 from replaylab.memory import memory
@@ -425,8 +425,9 @@ def _check(config: Config) -> None:
 
 def _idle(config: Config) -> list[str]:
     """Notes on settings that the strategy does not use; a comparison of strategies may well give them to all."""
-    names = ["masses", "classes", "near"] if config.strategy != "mbarc" else []
-    names += ["reward_steps", "reward_batch", "reward_shift"] if config.strategy == "online" else []
-    return [
-        f"{name} has no effect with --strategy {config.strategy}" for name in changed(config, names, PRESETS.values())
+    strategy = f"with --strategy {config.strategy}"
+    rules = [
+        (config.strategy != "mbarc", strategy, ("masses", "classes", "near")),
+        (config.strategy == "online", strategy, ("reward_steps", "reward_batch", "reward_shift")),
     ]
+    return without_effect(config, PRESETS.values(), rules)
