@@ -18,8 +18,16 @@ def duration(seconds: float) -> str:
 class Progress:
     """A bar that redraws itself on a terminal; elsewhere, a line after five seconds and then one a minute."""
 
-    def __init__(self, label: str, total: int, done: int = 0, unit: str = "steps", file: TextIO | None = None):
-        self.label, self.total, self.done, self.unit = label, total, done, unit
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        done: int = 0,
+        unit: str = "steps",
+        file: TextIO | None = None,
+        after: float | None = None,  # seconds of what comes after this, where that is known
+    ):
+        self.label, self.total, self.done, self.unit, self.after = label, total, done, unit, after
         self.file = file or sys.stderr
         self.live = self.file.isatty()
         self.notes = "starting"
@@ -52,7 +60,9 @@ class Progress:
             return ""
         rate = (self.done - before) / spent
         speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
-        return f"{speed}/s  {duration((self.total - self.done) / rate)} left  "
+        left = (self.total - self.done) / rate
+        whole = "" if self.after is None else f", {duration(left + self.after)} to the end"
+        return f"{speed}/s  {duration(left)} left{whole}  "
 
     def _draw(self) -> None:
         print(f"\r\033[K{self._line()}" if self.live else self._line(), end="" if self.live else "\n", file=self.file)

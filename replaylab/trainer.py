@@ -87,6 +87,7 @@ class Trainer:
         self.notes: list[str] = []
         self.hooked: dict[str, Tensor] = {}  # latest metrics of the hook
         self.spent = 0.0  # seconds before the last resume
+        self.paces: dict[str, float] = {}  # seconds an update of the newest whole phase of each name, all counted
         self.loaded: dict[str, Tensor] = {}
         self.loaded_count = 0
         self.stopped = self.judging = False
@@ -182,7 +183,8 @@ class Trainer:
         eval_every, before = self._evaluations(phase)
         stepper.sums = {k: v.to(self.device) for k, v in self.loaded.items()}
         stepper.count, self.loaded, self.loaded_count = self.loaded_count, {}, 0
-        bar = Progress(self._label(phase), phase.steps, self.done)
+        entered, fresh = time.monotonic(), self.done == 0
+        bar = Progress(self._label(phase), phase.steps, self.done, after=self._after())
         if phase.begin and self.done == 0 and (told := phase.begin()):
             bar.say(f"{self._label(phase)}: {told}")
         self._tell(bar)
@@ -220,10 +222,19 @@ class Trainer:
             self._log(phase, stepper, bar)
         if phase.finish:
             self._keep(phase.name, phase.finish() or {})
+        if fresh and self.done:
+            self.paces[phase.name] = (time.monotonic() - entered) / self.done
         self._tell(bar)
         bar.close()
         if eval_every > 0 and (before + self.done) % eval_every == 0 and self.phase < len(self.phases) - 1:
             self._evaluate(self.options.eval_episodes)
+
+    def _after(self) -> float | None:
+        """Seconds that the phases after this one will take, if each is like one that was seen."""
+        coming = self.phases[self.phase + 1 :]
+        if not coming or any(phase.name not in self.paces for phase in coming):
+            return None
+        return sum(self.paces[phase.name] * phase.steps for phase in coming)
 
     def _label(self, phase: Phase) -> str:
         """The name of the phase, with its number if several have that name."""
