@@ -29,7 +29,7 @@ TINY = {
 def test_the_unit_of_an_action_does_not_matter(system, tmp_path):
     log = make_episodes((20, 20, 20))
     found = []
-    for unit in (np.array([1.0, 1.0]), np.array([2.0**-12, 2.0**6])):  # exact in floating point
+    for unit in (np.array([1.0, 1.0]), np.array([2.0**-32, 2.0**6])):  # exact in floating point
         box = {"action_low": (-unit).tolist(), "action_high": unit.tolist()}
         scaled = replace(log, actions=(log.actions * unit).astype(np.float32), meta=log.meta | box)
         out = tmp_path / str(len(found))
