@@ -288,7 +288,8 @@ def shifted_tests(model: Density, held_out: Episodes, distances: Sequence[float]
     count = math.ceil(TEST_ROWS / held_out.lengths.mean())
     bar = Progress("test", len(distances), unit="distances")
     for distance in distances:
-        test = corrupt(held_out, distance, episodes_count=min(count, held_out.num_episodes))
+        noise = min(0.1, abs(distance) / 4)  # 0.1 at all of GORMPO's; where less is a shift, that would be all of it
+        test = corrupt(held_out, distance, episodes_count=min(count, held_out.num_episodes), scale=noise)
         log_prob, rows = evaluate(model, test)
         labels, threshold = test.extras["ood"][rows], model.report["threshold"]
         histogram = binned(log_prob, labels, threshold)

@@ -148,6 +148,15 @@ def wide():
     return from_rows(rng.normal(0, 50, (1000, 3)), rng.normal(0, 50, (1000, 1)), np.ones(1000), max_episode_steps=20)
 
 
+def test_the_unit_of_the_observations_does_not_decide_whether_a_shift_is_found():
+    rng, found = np.random.default_rng(0), []
+    z, actions = rng.standard_normal((2000, 3)), rng.uniform(-1, 1, (2000, 2))
+    for unit in (1.0, 1e-3):
+        log = from_rows(unit * z, actions, np.zeros(2000), max_episode_steps=50)
+        found.append([test["auroc"] for test in density.fit(log, "kde", inputs="sa", device="cpu").report["tests"]])
+    assert found[0] == pytest.approx(found[1], abs=0.1) and found[1][0] < 0.7
+
+
 def test_a_model_that_cannot_tell_says_so(tmp_path, capsys):
     model = density.fit(wide(), "kde", tmp_path / "D", device="cpu", distances=[1.0, 0.0])
     missing, doubt = model.report["notes"]

@@ -155,29 +155,25 @@ def test_rewards_that_values_cannot_learn_from_are_named():
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
-def test_observations_that_float32_or_standardising_wipes_out(kind):
+def test_observations_that_float32_wipes_out(kind):
     z = np.random.default_rng(0).normal(size=1000)
     seconds = 1.7e9 + np.arange(1000)
-    wiped = np.stack([1e8 + 3 * z, 1e6 + 0.01 * z, 101325 + 0.01 * z, seconds, 1e-8 * z, 5 + 1e-5 * z], 1)
-    blank = np.zeros((2, 6))
+    wiped = np.stack([1e8 + 3 * z, 1e6 + 0.01 * z, 101325 + 0.01 * z, seconds], 1)
+    blank = np.zeros((2, 4))
     text = warnings(lengths=(500, 500), observations=wiped.astype(kind), final_observations=blank)
     assert "large offset: observation[0], observation[1], observation[2], observation[3]: values so far" in text
-    assert "tiny unit: observation[4], observation[5]: standardising adds 1e-6" in text
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 def test_ordinary_observations_are_not_taken_for_wiped_out(kind):
     rng = np.random.default_rng(0)
     z, rare = rng.normal(size=1000), np.arange(1000) == 5
-    fine = np.stack([z, 1e12 * z, 1000 + z, 1e7 + rare, 16_000_000 + np.arange(1000) % 3, rare, 0.001 * z], 1)
+    fine = np.stack([z, 1e12 * z, 1000 + z, 1e7 + rare, 16_000_000 + np.arange(1000) % 3, rare, 1e-8 * z], 1)
     text = warnings(lengths=(500, 500), observations=fine.astype(kind), final_observations=np.zeros((2, 7)))
     assert text == ""
     known = np.full((5, 2), 1.7e9)  # constant, which is said elsewhere
     assert "offset" not in warnings(observations=known)
-    frames = np.zeros((5, 3, 3), np.float32)
-    frames[0, 0] = 1e-5
-    assert "tiny" not in warnings(observations=frames, final_observations=frames[:2])
-    assert not any("offset" in text or "tiny" in text for text in summarize(replaylab.load("sample"))["warnings"])
+    assert not any("offset" in text for text in summarize(replaylab.load("sample"))["warnings"])
 
 
 def test_whole_number_actions():

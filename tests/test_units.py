@@ -10,7 +10,11 @@ import torch
 from conftest import make_episodes
 
 import replaylab
+from replaylab.algos import Normalizer, Spaces
+from replaylab.models.density import make
 from replaylab.models.dynamics import Dynamics
+from replaylab.models.imagine import widen
+from replaylab.offpolicy.fitted import Log
 
 TINY = {
     "bc": {"steps": 30, "hidden": [16]},
@@ -25,7 +29,7 @@ TINY = {
 def test_the_unit_of_an_action_does_not_matter(system, tmp_path):
     log = make_episodes((20, 20, 20))
     found = []
-    for unit in (np.array([1.0, 1.0]), np.array([2.0**-12, 2.0**6])):  # exact in floating point
+    for unit in (np.array([1.0, 1.0]), np.array([2.0**-32, 2.0**6])):  # exact in floating point
         box = {"action_low": (-unit).tolist(), "action_high": unit.tolist()}
         scaled = replace(log, actions=(log.actions * unit).astype(np.float32), meta=log.meta | box)
         out = tmp_path / str(len(found))
@@ -56,3 +60,29 @@ def test_the_unit_of_a_column_does_not_matter_to_the_ensemble():
     torch.testing.assert_close(model.target_std, rows.std(0, correction=0), rtol=1e-4, atol=0)
     model.standardise(0 * rows + 0.1, 0 * rows + 0.1, scale_targets=True)
     assert model.input_std.tolist() == [1, 1] and model.target_std.tolist() == pytest.approx([1e-6, 1e-6])
+
+
+def test_the_unit_of_a_column_does_not_matter_to_densities_fitted_q_and_the_limits_of_imagined_rows():
+    """Where it did, they were blind to a column of nanometres."""
+    log = make_episodes((20, 20, 20))
+    rows = torch.as_tensor(log.actions).double()
+    density, looked = make("kde", 2), Log(log, Spaces.of(log), torch.device("cpu"), 2)
+    for unit in (1.0, 1e-9):
+        density.standardise(unit * rows)
+        for std in (density.std, looked.standard(unit * rows)[1]):
+            torch.testing.assert_close(std, (unit * rows.std(0, correction=0)).float(), rtol=1e-5, atol=0)
+        low, high = widen(unit * rows.amin(0), unit * rows.amax(0))
+        torch.testing.assert_close(high - low, 11 * unit * (rows.amax(0) - rows.amin(0)), rtol=1e-5, atol=0)
+
+
+def test_a_column_that_hardly_changes_is_neither_blown_up_nor_left_large():
+    z = np.random.default_rng(0).normal(size=60)
+    seconds, zero, level = 1.7e9 + 300 * z, 1e-17 * z, 1000 + 5e-4 * z  # of a clock; as simulators leave it; a reward
+    columns = np.stack([seconds, zero], 1)
+    log = replace(make_episodes((20, 20, 20)), observations=columns, final_observations=columns[:3])
+    normalizer = Normalizer([2])
+    normalizer.fit(log)
+    assert normalizer.std.tolist() == pytest.approx([seconds.std(), 1])
+    model, rows = Dynamics([0], 1, 1, [4], 1, 1), torch.as_tensor(np.stack([zero, level], 1))
+    model.standardise(rows, rows, scale_targets=True)
+    assert model.input_std.tolist() == [1, 1] and model.target_std.tolist() == pytest.approx([1e-6, level.std()])

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from replaylab.data.episodes import Episodes
 from replaylab.errors import DataError, UsageError, nearest
+from replaylab.models.standard import divisors
 
 MOST_CHOICES = 100_000  # discrete actions; networks have one output for each
 
@@ -130,10 +130,9 @@ class Normalizer(torch.nn.Module):
         self.register_buffer("std", torch.ones(*shape))
 
     def fit(self, episodes: Episodes) -> None:
-        mean, std = episodes.observation_stats()
-        self.mean.copy_(torch.as_tensor(mean.astype(np.float32)))
-        constant = std <= 1e-6 * np.abs(mean)  # but for rounding: divided by that, any other value would be huge
-        self.std.copy_(torch.as_tensor(np.where(constant, 1.0, std + np.minimum(1e-6, 1e-3 * std)).astype(np.float32)))
+        mean, std = map(torch.as_tensor, episodes.observation_stats())
+        self.mean.copy_(mean)
+        self.std.copy_(divisors(mean, std + (1e-3 * std).clamp(max=1e-6)))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean) / self.std

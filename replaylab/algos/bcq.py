@@ -108,7 +108,8 @@ class Agent(nn.Module):
         )
         low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
         self.register_buffer("center", (high + low) / 2)
-        self.register_buffer("scale", ((high - low) / 2).clamp(min=1e-8))  # an action may never vary
+        half = (high - low) / 2
+        self.register_buffer("scale", torch.where(half > 0, half, 1e-8))  # an action may never vary
         self.register_buffer("done", torch.zeros((), dtype=torch.int64))  # updates so far
         self.register_buffer("kl", torch.ones(len(seeds)))  # KL of the last batch
         self.register_buffer("keys", draws.keys(seeds), persistent=False)

@@ -71,8 +71,9 @@ class SAC(nn.Module):
         self.log_alpha = nn.Parameter(torch.zeros(len(seeds), 1))
         low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
         self.register_buffer("center", (high + low) / 2)
-        self.register_buffer("scale", ((high - low) / 2).clamp(min=NO_WIDTH))
-        log_scale = torch.where(self.scale > NO_WIDTH, self.scale.log(), 0.0)
+        half = (high - low) / 2
+        self.register_buffer("scale", torch.where(half > 0, half, NO_WIDTH))
+        log_scale = torch.where(half > 0, half.log(), 0.0)
         self.register_buffer("log_scale", log_scale, persistent=False)
         self.target_entropy = -float(actions) if config.target_entropy is None else config.target_entropy
         self.to(device)

@@ -14,7 +14,6 @@ from replaylab.page import count, number
 
 LARGE_PART = 0.2  # of the sum of |reward|
 FLOAT32_STEPS = 100  # a column that spans fewer keeps less than two decimal digits in float32
-TINY = 1e-4  # of a smaller standard deviation, the 1e-6 that standardising adds is more than a hundredth
 HUGE = float(np.sqrt(np.finfo(np.float32).max))  # its square, as in a loss, is still finite in float32
 
 
@@ -59,7 +58,7 @@ def number_warnings(episodes: Episodes, observations: Columns, actions: Columns,
 
 
 def scale_warnings(observations: np.ndarray, columns: Columns) -> list[str]:
-    """Training standardises in float32, which wipes out columns with a large offset or a tiny unit."""
+    """Training standardises in float32, which wipes out columns with a large offset."""
     if observations.ndim > 2:  # a pixel of an image may well hardly ever change
         return []
     varies = columns.low < columns.high
@@ -76,9 +75,6 @@ def scale_warnings(observations: np.ndarray, columns: Columns) -> list[str]:
     if len(coarse):
         why = "values so far from 0 that float32 rounds most of their differences away; subtract an offset"
         found.append(f"large offset: {_some([names[i] for i in coarse])}: {why} before you train")
-    if (tiny := np.flatnonzero(varies & (columns.std < TINY))).size:
-        why = "standardising adds 1e-6 to the standard deviation, which here is not small beside it; rescale the column"
-        found.append(f"tiny unit: {_some([names[i] for i in tiny])}: {why} before you train")
     return found
 
 

@@ -24,6 +24,7 @@ from torch.nn.functional import silu, softplus
 from replaylab.errors import UsageError
 from replaylab.models.adam import adam
 from replaylab.models.mlp import MLP, generators
+from replaylab.models.standard import divisors
 
 FIRST, SECOND, INNER, LAST = 2.5e-5, 5e-5, 7.5e-5, 1e-4  # c_l
 BOUND_COST = 0.01
@@ -101,7 +102,7 @@ class Dynamics(nn.Module):
     def _statistics(mean: Tensor, std: Tensor, x: Tensor, constant: float) -> None:
         center, found = x.double().mean(0), x.double().std(0, correction=0)
         mean.copy_(center)
-        std.copy_(torch.where(found > 1e-6 * center.abs(), found, constant))  # whatever the unit of the column
+        std.copy_(divisors(center, found, constant))
 
     @torch.no_grad()
     def take(self, theirs: dict[str, Tensor], places: Sequence[int]) -> None:

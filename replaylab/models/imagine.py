@@ -21,6 +21,7 @@ from replaylab.data.sample import Store, Transitions, draw
 from replaylab.models.density import Density, join
 from replaylab.models.dynamics import Dynamics
 from replaylab.models.penalty import ensemble_penalty, linear, penalty
+from replaylab.models.standard import divisors
 from replaylab.models.termination import Termination
 
 WIDE = 5.0  # predictions may leave the data's range by at most this many times its width
@@ -300,6 +301,5 @@ def foretell(
 
 def widen(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
     """The data's range, extended by WIDE times its width on both sides; a constant column counts as width 1."""
-    width = highest - lowest
-    width = WIDE * torch.where(width > 1e-6, width, 1.0)
+    width = WIDE * divisors((lowest + highest) / 2, highest - lowest)
     return lowest - width, highest + width

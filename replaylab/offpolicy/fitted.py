@@ -24,6 +24,7 @@ from replaylab.data.sample import draw
 from replaylab.errors import DataError
 from replaylab.models.adam import adam
 from replaylab.models.mlp import MLP, generators
+from replaylab.models.standard import divisors
 from replaylab.progress import Progress
 from replaylab.step import Stepper
 
@@ -90,7 +91,7 @@ class Log:
     def standard(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and deviation of the columns; a constant column stays as it is."""
         mean, std = values.double().mean(0), values.double().std(0, correction=0)
-        return mean.float(), torch.where(std > 1e-6 * (1 + mean.abs()), std, 1.0).float()
+        return mean.float(), divisors(mean, std).float()
 
 
 class Folds:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from replaylab.errors import DataError, UsageError
+from replaylab.models.standard import divisors
 
 INPUTS = ("sa", "nsa", "sas")  # (s, a), GORMPO's (s', a), the whole transition (s, a, s')
 PERCENTILES = (0.1, 0.2, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 98, 99, 99.5, 99.9)
@@ -55,9 +56,9 @@ class Density(nn.Module):
     # --- shared by all
 
     def standardise(self, train: Tensor) -> None:
-        self.mean.copy_(train.double().mean(0))
-        std = train.double().std(0, correction=0)
-        self.std.copy_(torch.where(std > 1e-6, std, 1.0))  # a constant column is not scaled
+        mean, std = train.double().mean(0), train.double().std(0, correction=0)
+        self.mean.copy_(mean)
+        self.std.copy_(divisors(mean, std))
 
     def blur(self, x: Tensor, scale: float = 0.02) -> Tensor:
         """Standardised rows for training, with a little noise: logged columns have atoms (a clipped action, a constant)
