@@ -49,8 +49,8 @@ SYSTEMS = {
 
 
 def system(name: str) -> ModuleType:
-    if name not in SYSTEMS:
-        raise UsageError(f"unknown system '{name}'{nearest(name, SYSTEMS)}")
+    if not isinstance(name, str) or name not in SYSTEMS:
+        raise UsageError(f"unknown system '{name}'{nearest(str(name), SYSTEMS)}")
     return importlib.import_module(SYSTEMS[name])
 
 
