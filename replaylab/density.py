@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,7 @@ def fit(
     _check_folder(out, overwrite)
     check_seed(seed)
     check_percentile(percentile)
+    seed = int(seed)  # a NumPy number is no seed to torch
     episodes = data if isinstance(data, Episodes) else load_data(data, **(data_options or {}))
     place = pick_device(device)
     if place.type == "cuda":
@@ -209,7 +211,8 @@ def fit(
     order = np.random.default_rng([seed, 81])  # shuffled, so that the first n rows are a fair sample
     x, validation, test = (torch.tensor(order.permutation(columns(p, inputs)[0])) for p in parts)
     x, validation = x.to(place), validation.to(place)
-    steps, batch_size, lr = steps or STEPS[kind], batch_size or 512, lr or 1e-3
+    steps, batch_size, lr = int(steps or STEPS[kind]), int(batch_size or 512), float(lr or 1e-3)
+    shifts = _check_distances(distances) or default_distances(episodes)
     model = make(kind, x.shape[1], seed, **settings).to(place)
     curve = train(model, x, validation, steps, batch_size, lr, seed)
     model.report = {
@@ -230,7 +233,7 @@ def fit(
         "curve": curve,
         "validation": model.log_prob(validation).mean().item(),
     }
-    tests = shifted_tests(model, parts[2], distances or default_distances(episodes))
+    tests = shifted_tests(model, parts[2], shifts)
     notes = [*([] if inputs == "sa" else left_out(episodes, "density")), *doubts(kind, tests)]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
@@ -242,14 +245,27 @@ def fit(
 
 def _check_training(kind: str, steps: int | None, batch_size: int | None, lr: float | None) -> None:
     if kind not in KINDS:
-        raise UsageError(f"unknown density '{kind}'{nearest(kind, KINDS)}")
+        raise UsageError(f"unknown density '{kind}'{nearest(str(kind), KINDS)}")
     for name, value in {"steps": steps, "batch-size": batch_size, "lr": lr}.items():
         if value is None:
             continue
         if not KINDS[kind].needs_steps:
             raise UsageError(f"{kind} is not trained in steps: leave out --{name}")
-        if not 0 < value < math.inf:
-            raise UsageError(f"{name} must be above 0, not {value}")
+        if not isinstance(value, Real) or not 0 < value < math.inf:
+            raise UsageError(f"{name} must be above 0, not {value!r}")
+        if name != "lr" and value % 1:
+            raise UsageError(f"{name} must be a whole number, not {value!r}")
+
+
+def _check_distances(distances: Any) -> list[float]:
+    """Before the training, which a mistake found after it would waste."""
+    try:
+        found = [] if distances is None else [float(distance) for distance in np.ravel(distances)]
+    except (TypeError, ValueError):
+        found = [math.nan]
+    if not all(map(math.isfinite, found)):
+        raise UsageError(f"distances must be numbers, not {distances!r}")
+    return found
 
 
 def _check_folder(out: str | Path | None, overwrite: bool) -> None:
@@ -338,6 +354,8 @@ def save(model: Density, out: str | Path) -> Path:
 
 def load(folder: str | Path, device: str = "auto") -> Density:
     """The model in a folder that `fit` wrote."""
+    if not isinstance(folder, str | Path):
+        raise UsageError(f"a density is read from the folder that fit wrote with `out`, not {type(folder).__name__}")
     folder = Path(folder)
     try:
         report = json.loads((folder / "density.json").read_text())

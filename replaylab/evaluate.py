@@ -71,8 +71,9 @@ def rollout(
     """
     from replaylab import envs
 
-    if not isinstance(episodes, int) or episodes < 1:
-        raise UsageError(f"episodes must be a whole number of at least 1, not {episodes}")
+    if not isinstance(episodes, int | np.integer) or episodes < 1:
+        raise UsageError(f"episodes must be a whole number of at least 1, not {episodes!r}")
+    episodes = int(episodes)
     rows = members * variants
     wave = max(1, min(episodes, MAX_ENVS // rows))
     parts, bar = [], Progress("evaluation", rows * episodes, unit="episodes")
@@ -109,6 +110,8 @@ def _play(
         observations, rewards, terminated, truncated, _ = env.step(chosen)
         if hasattr(state, "receive"):
             state.receive(torch.as_tensor(rewards, dtype=torch.float32, device=device).view(members, -1))
+        if not np.isfinite(rewards).all():
+            raise DataError("the environment gives rewards of NaN or infinity")
         returns += rewards * running
         lengths += running
         running &= ~(terminated | truncated)
@@ -140,8 +143,11 @@ class Policy:
     def act(self, observations: np.ndarray, rewards: np.ndarray | float | None = None) -> np.ndarray:
         """Actions for one observation, or for a batch of them. A return-conditioned policy also needs the `rewards` of
         the previous actions; those of environments that begin anew do not count."""
-        observations = np.asarray(observations)
         shape = tuple(self.spaces.seen)
+        try:
+            observations = np.asarray(observations)
+        except (ValueError, TypeError, RuntimeError):  # lists of unequal length, tensors on a GPU
+            observations = np.zeros(())
         if observations.shape[-len(shape) :] != shape or observations.ndim > len(shape) + 1:
             raise UsageError(f"the policy takes observations of shape {shape} or (batch, {', '.join(map(str, shape))})")
         numbers = self._numbers(observations)
@@ -197,8 +203,8 @@ def load_agent(run: RunFolder, device: torch.device, seed: int | None = None) ->
     except (KeyError, TypeError) as error:
         raise DataError(f"{run.path / 'run.json'} does not tell the run's spaces: {REWRITE}") from error
     if seed is not None and seed not in trained:
-        raise UsageError(f"{run.path} has no seed {seed}; it has {', '.join(map(str, trained))}")
-    seeds = trained if seed is None else [seed]
+        raise UsageError(f"{run.path} has no seed {seed!r}; it has {', '.join(map(str, trained))}")
+    seeds = trained if seed is None else [trained[trained.index(seed)]]  # a NumPy number is no seed to torch
     agent = module.Agent(settings, spaces, seeds, device)
     weights = run.weights()
     if seed is not None:
@@ -231,6 +237,8 @@ def load_policy(
     (values,) = _combinations(folder, agent, {name: [value] for name, value in acting.items()})
     if values:
         agent.config = replace(agent.config, **values)
+    if target is not None and np.ndim(target):
+        raise UsageError("a policy aims for one target: load one policy for each")
     if target is not None:
         (target,) = _check_targets(agent, [target])
     return Policy(agent, spaces, where, target)
@@ -270,7 +278,7 @@ def evaluate_agent(
         {
             "seed": s,
             "env": env_id,
-            "episodes": episodes,
+            "episodes": int(episodes),
             "returns": returns[i].tolist(),
             "lengths": lengths[i].tolist(),
             "normalized": scores.normalize(env_id, returns[i]).tolist() if known else None,
@@ -290,6 +298,12 @@ def check_spaces(env_id: str, spaces: Spaces) -> None:
         if sees != tuple(spaces.seen):
             raise UsageError(f"{env_id} shows {sees}, the data has observations of {tuple(spaces.seen)}")
         discrete = hasattr(acts, "n")
+        if not discrete and len(acts.shape) != 1:
+            raise UsageError(
+                f"{env_id} takes actions of shape {acts.shape}, policies answer vectors: flatten its actions"
+            )
+        if discrete and acts.start != 0:
+            raise UsageError(f"{env_id} numbers its actions from {acts.start}, policies from 0: wrap it")
         offered = int(acts.n if discrete else acts.shape[0])
         fits = spaces.action_dim <= offered if discrete else spaces.action_dim == offered  # a log may lack some actions
         if discrete != spaces.discrete or not fits:
@@ -342,8 +356,9 @@ def evaluate(
     folder = RunFolder(run).require()
     where = pick_device(device)
     agent, spaces, seeds = load_agent(folder, where)
-    if not isinstance(seed, int) or not 0 <= seed < 2**31:
-        raise UsageError(f"seed must be a whole number from 0 to {2**31 - 1}, not {seed}")
+    if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**31:
+        raise UsageError(f"seed must be a whole number from 0 to {2**31 - 1}, not {seed!r}")
+    seed = int(seed)
     module = system(folder.system())
     env_id = module.environment(env) if env and hasattr(module, "environment") else env or folder.config().get("env")
     if env_id is None:
@@ -355,6 +370,8 @@ def evaluate(
     targets = _check_targets(agent, targets) if np.size(targets) else []
     settings: dict[str, Any] = {} if seed == SEED else {"seed": seed}
     if noise is not None:
+        if not hasattr(noise, "action_scale"):
+            raise UsageError(f"noise must be a replaylab.envs.Noise, such as Noise(action_scale=0.1), not {noise!r}")
         settings["noise"] = {k: v for k, v in vars(noise).items() if v != getattr(type(noise), k, None)}
     records: list[dict[str, Any]] = []
     for values in _combinations(folder, agent, acting or {}):

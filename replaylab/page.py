@@ -147,6 +147,8 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]]) -> Html
 
 def check_suffix(path: str | Path, known: Sequence[str] = (".html",)) -> Path:
     """A file is what its name says: the path, if it ends in one of these."""
+    if not isinstance(path, str | Path):
+        raise UsageError(f"a page is written to a path, not {type(path).__name__}")
     path = Path(path)
     if path.suffix.lower() not in known:
         raise UsageError(f"cannot write {path}: its name must end in {' or '.join(known)}")

@@ -76,7 +76,7 @@ def read_runs(paths: str | Path | Iterable[str | Path]) -> list[Run]:
     """Read each run once, however often it is named. If one of several is unreadable, it is kept with a note. What is
     no run is left out of several, with a note: `runs/*` may name a report too."""
     folders: dict[Path, RunFolder] = {}
-    given = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    given = [RunFolder(path).path for path in ([paths] if isinstance(paths, str | Path) else paths)]
     for path in given:
         try:
             found = _folders(path)

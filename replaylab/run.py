@@ -40,6 +40,8 @@ REWRITE = "delete it and train on with --resume, which writes it anew"
 
 class RunFolder:
     def __init__(self, path: str | Path):
+        if not isinstance(path, str | Path):
+            raise UsageError(f"a run is named by the path of its folder, not {type(path).__name__}")
         self.path = Path(path)
         self.step = 0  # of the weights that were read last
 
@@ -62,6 +64,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise UsageError(f"cannot make the run folder {self.path}: a file is in the way") from error
+        except OSError as error:
+            raise UsageError(f"cannot make the run folder {self.path}: {error.strerror}") from error
         with open(self.path / ".lock", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,6 +11,7 @@ from typing import Any
 
 from replaylab.algos import Spaces, system
 from replaylab.config import read_yaml, resolve
+from replaylab.data.ends import check_meta
 from replaylab.data.episodes import Episodes
 from replaylab.data.inspect import summarize
 from replaylab.data.read import as_paths, load
@@ -49,14 +50,17 @@ def train(
     `data`, if they have been read already.
     """
     module = system(system_name)
+    if not isinstance(config, str | Path | None):
+        raise UsageError("config is the path of a YAML file; in Python settings are arguments: train(..., steps=1000)")
     given = read_yaml(config) if config else {}
     if given.pop("system", system_name) != system_name:
         raise UsageError(f"{config} is not of {system_name}: it names another system")
     named, theirs, how = (given.pop(key, None) for key in ("data", "preset", "data_options"))
     if named is not None and not all(isinstance(p, str) for p in (named if isinstance(named, list) else [named])):
         raise UsageError(f"{config}: data must be a path, or a list of paths, not {named!r}")
-    if not isinstance(how or {}, dict):
-        raise UsageError(f"{config}: data_options must be names with values, not {how!r}")
+    for where, options_ in ((f"{config}: ", how), ("", data_options)):
+        if not isinstance(options_ or {}, dict):
+            raise UsageError(f"{where}data_options must be names with values, not {options_!r}")
     data, data_options = (named or None, data_options or how) if data is None else (data, data_options)
     preset = theirs if preset is None else preset
     if preset is not None and (not isinstance(preset, str) or preset not in module.PRESETS):
@@ -112,6 +116,7 @@ def _logs(
     if data is None:
         raise UsageError(f"{system_name} learns from logs: name them with --data")
     if isinstance(data, Episodes):
+        check_meta(data.meta, data.actions)  # which `replace` may have set since
         return data, [str(data.meta.get("source") or "arrays")]
     paths = [str(path) for path in as_paths(data)]
     return load(paths, **(data_options or {})) if logs is None else logs, paths

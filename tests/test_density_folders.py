@@ -214,3 +214,27 @@ def test_a_model_without_its_percentile_is_not_readable(tmp_path):
     (tmp_path / "m" / "density.json").write_text(json.dumps(report))
     with pytest.raises(DataError, match="does not hold a readable density model: 'percentile'"):
         density.load(tmp_path / "m")
+
+
+def test_mistakes_are_found_before_the_training(monkeypatch):
+    monkeypatch.setattr(density, "train", lambda *args: pytest.fail("it was trained"))
+    for wrong, told in {
+        "distances": (["far"], "distances must be numbers, not"),
+        "steps": (2.5, "steps must be a whole number, not 2.5"),
+        "batch_size": ("8", "batch-size must be above 0, not '8'"),
+        "seed": ("a", "seed must be at least 0, not 'a'"),
+        "percentile": ("1", "percentile must be from 0.1 to 99.9, not 1"),
+    }.items():
+        with pytest.raises(UsageError, match=told[1]):
+            density.fit(walk(600), "realnvp", device="cpu", **{wrong: told[0]})
+    with pytest.raises(UsageError, match="unknown density '3'"):
+        density.fit(walk(600), 3)
+    with pytest.raises(UsageError, match="a density is read from the folder that fit wrote with `out`, not dict"):
+        density.score({}, walk(600))
+
+
+def test_numpys_numbers_are_taken_for_distances_and_the_seed(tmp_path):
+    given = {"steps": np.int64(2), "distances": np.array([1.0, 2.0]), "seed": np.int64(3)}
+    model = density.fit(walk(600), "realnvp", tmp_path / "d", device="cpu", **given, **SMALL["realnvp"])
+    assert [test["distance"] for test in model.report["tests"]] == [1.0, 2.0]
+    assert density.load(tmp_path / "d", "cpu").report["seed"] == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from replaylab.data.ends import jumps
 from replaylab.data.episodes import Episodes, concatenate, from_rows
@@ -245,3 +246,47 @@ def test_the_box_of_actions(low, high, meta, box):
     np.testing.assert_array_equal(e.action_bounds, np.array(box, np.float32))
     told = summarize(e)["action"]
     np.testing.assert_array_equal([told["low"], told["high"]], np.array(box, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"observations": [[1.0, 2.0], [3.0]] + [[0.0]] * 4}, "observations cannot be read as an array"),
+        ({"rewards": [[1.0, 2.0], [3.0]] + [[0.0]] * 4}, "rewards cannot be read as an array"),
+        ({"terminated": torch.zeros(6, requires_grad=True)}, "terminated cannot be read as an array"),
+        ({"episode": [[1], [2, 3]]}, "episode cannot be read as an array"),
+        ({"episode": [None, "a", 1, 1, 1, 1]}, "episode must be all numbers or all names"),
+        ({"max_episode_steps": "2"}, "max_episode_steps must be a whole number of at least 1, not 2"),
+        ({"max_episode_steps": 2.5}, "max_episode_steps must be a whole number of at least 1, not 2.5"),
+        ({"extras": {"q": [1, 2]}}, "q has 2 rows, rewards has 6"),
+        ({"meta": "d4rl/hopper"}, "meta must be names with values, not 'd4rl/hopper'"),
+        ({"meta": {"notes": "one"}}, "notes must be a list of sentences"),
+        ({"meta": {"env_id": 3}}, "env_id must be a name"),
+        ({"meta": {"action_low": [-1, -1], "action_high": [1, 1]}}, "action_low must be 1 finite numbers"),
+        ({"meta": {"action_low": 1, "action_high": -1}}, "action_low is above action_high"),
+        ({"meta": {"action_low": -np.inf, "action_high": np.inf}}, "action_low must be 1 finite numbers"),
+        ({"meta": {"action_low": "a", "action_high": 1}}, "action_low must be 1 finite numbers"),
+        ({"actions": np.arange(6), "meta": {"num_actions": 3}}, "num_actions is 3, but action 5 occurs"),
+        ({"actions": np.arange(6), "meta": {"num_actions": "x"}}, "num_actions is x, but action 5 occurs"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_one_line(wrong, told):
+    given = {"observations": rows(6), "actions": np.zeros((6, 1), np.float32), "rewards": np.ones(6)} | wrong
+    with pytest.raises(DataError, match=told):
+        from_rows(**given)
+
+
+def test_what_numpy_and_gymnasium_hand_out_is_taken():
+    ids = np.arange(6)
+    e = from_rows(ids[::-1, None] / 2, ids[::-1], ids[::-1], extras={"q": [0] * 6}, meta={"num_actions": np.int64(9)})
+    assert e.num_actions == 9 and e.extras["q"].tolist() == [0] * 6
+    assert torch.tensor(e.rewards).tolist() == [5, 4, 3, 2, 1, 0]  # torch reads no reversed view
+    assert torch.tensor(e.observations)[0].item() == 2.5 and torch.tensor(e.actions)[0].item() == 5
+    assert simple(max_episode_steps=2.0).lengths.tolist() == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("wrong", [[0.5], [2], [-3], 0, slice(1), [[0]]])
+def test_episodes_are_selected_by_their_numbers(wrong):
+    assert simple().select([-1, 0]).num_episodes == 2
+    with pytest.raises(DataError, match="episodes are selected by a list of their numbers, 0 to 1"):
+        simple().select(wrong)

@@ -188,3 +188,53 @@ def test_what_the_data_does_fits_the_environment(env, spaces, words):
 def test_actions_beyond_the_environments_box_are_noted(capsys, reach, told):
     check_spaces("d4rl/hopper", Spaces([11], "float32", 3, False, [-1.0] * 3, [1.0, 1.0, reach]))
     assert ("outside what d4rl/hopper takes" in capsys.readouterr().err) == told
+
+
+class Odd(Countdown):
+    """Countdown with another action space, or with rewards that are no numbers."""
+
+    def __init__(self, actions=None, reward=1.0):
+        self.action_space, self.reward = actions or Countdown.action_space, reward
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, self.reward, *rest
+
+
+@pytest.mark.parametrize(
+    ("actions", "told"),
+    [
+        (gymnasium.spaces.Box(-1, 1, ()), r"takes actions of shape \(\), policies answer vectors"),
+        (gymnasium.spaces.Box(-1, 1, (1, 1)), r"takes actions of shape \(1, 1\), policies answer vectors"),
+        (gymnasium.spaces.Discrete(3, start=1), "numbers its actions from 1, policies from 0"),
+    ],
+)
+def test_action_spaces_that_no_policy_fits(monkeypatch, actions, told):
+    spec = gymnasium.envs.registration.EnvSpec("Odd-v0", entry_point=Odd, kwargs={"actions": actions})
+    monkeypatch.setitem(gymnasium.registry, "Odd-v0", spec)
+    discrete = hasattr(actions, "n")
+    with pytest.raises(UsageError, match=told):
+        check_spaces("Odd-v0", Spaces([2], "float32", 3 if discrete else 1, discrete))
+
+
+def test_a_reward_of_nan_is_said():
+    if "NaN-v0" not in gymnasium.registry:
+        gymnasium.register("NaN-v0", entry_point=Odd, kwargs={"reward": float("nan")})
+    with pytest.raises(DataError, match="the environment gives rewards of NaN or infinity"):
+        rollout(act, 1, "NaN-v0", 1)
+
+
+@pytest.mark.parametrize("name", ["a b c", "", "no_such_module:Env-v0"])
+def test_a_malformed_name_of_an_environment_is_one_line(name):
+    with pytest.raises(UsageError, match=f"cannot make the environment '{name}'"):
+        rollout(act, 1, name, 1)
+
+
+def test_an_environment_is_named_by_its_id_and_episodes_are_counted():
+    with pytest.raises(
+        UsageError, match=r"an environment is named by its id: gymnasium\.register yours, not Countdown"
+    ):
+        rollout(act, 1, Countdown(), 1)
+    assert rollout(act, 1, "Countdown-v0", np.int64(2))[0].shape == (1, 2)
+    with pytest.raises(UsageError, match=r"episodes must be a whole number of at least 1, not 2\.0"):
+        rollout(act, 1, "Countdown-v0", 2.0)

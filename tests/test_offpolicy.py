@@ -260,7 +260,7 @@ def test_limits_follow_from_the_numbers():
     assert "No overlap" in said and "rare harm" in said and "7.5%" in said  # 3 of 40 episodes
     own = " ".join(assess_agent(Habit(0.0), Spaces.of(log), [0], log, train=log, budget=TINY)["limits"])
     assert "trained on" in own and "No overlap" not in own
-    assert "trained on" not in said
+    assert "those that the policy was trained on" not in said
 
 
 def test_a_world_model_is_asked():
@@ -426,3 +426,30 @@ def test_a_policy_that_is_slow_to_ask_is_asked_about_fewer_rows():
     budget = dataclasses.replace(TINY, rows=len(log))
     found = [assess_agent(a, Spaces.of(log), [0], log, budget=budget)["rows"] for a in (Constant(0.3), agent)]
     assert found[0] == len(log) and len(log) / 8 < found[1] < len(log) / 2
+
+
+def test_a_part_of_a_file_is_not_taken_for_the_whole(run, tmp_path):
+    folder, _ = run
+    whole = replaylab.load(folder / "train.npz")
+    part, rest = whole.select(range(20)), whole.select(range(20, 40))
+    out = replaylab.train("bc", part, preset="debug", steps=5, device="cpu", out=tmp_path / "run")
+    with pytest.raises(UsageError, match="was trained on other episodes than its file holds now"):
+        assess(out, device="cpu", budget=TINY)
+    found = assess(out, rest, device="cpu", budget=TINY)  # was said to be all seen
+    assert found["seen"] is None and any("What the policy was trained on" in line for line in found["limits"])
+    page = replaylab.report([out], tmp_path / "report.html").read_text()
+    assert "it is not known how many of the episodes were trained on" in page
+    assert assess(out, rest, train=part, device="cpu", budget=TINY)["seen"] == 0
+    assert assess(out, part, train=part, device="cpu", budget=TINY)["seen"] == 1
+
+
+def test_what_cannot_be_assessed_is_one_line(run):
+    folder, out = run
+    log = replaylab.load(folder / "held.npz")
+    for wrong, told in {"train": "train must be the Episodes", "gamma": "gamma must be at least 0"}.items():
+        with pytest.raises(UsageError, match=told):
+            assess(out, log, device="cpu", budget=TINY, **{wrong: "x"})
+    with pytest.raises(UsageError, match="data is a path or a list of paths, not ndarray"):
+        assess(out, log.observations, device="cpu")
+    with pytest.raises(DataError, match="rewards holds NaN or infinity"):
+        assess(out, dataclasses.replace(log, rewards=np.full_like(log.rewards, np.nan)), device="cpu", budget=TINY)

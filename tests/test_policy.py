@@ -133,3 +133,18 @@ def test_settings_of_acting_that_change_nothing_are_refused(run):
 def test_devices_that_nothing_runs_on(name):
     with pytest.raises(UsageError, match="use auto, cpu or cuda"):
         pick_device(name)
+
+
+def test_a_policy_takes_numpys_numbers_for_its_seed_and_one_target(run, log):
+    rows = log.observations
+    assert np.array_equal(
+        replaylab.load_policy(run, seed=np.int64(0)).act(rows[0]), replaylab.load_policy(run).act(rows[0])
+    )
+    with pytest.raises(UsageError, match="a policy aims for one target"):
+        replaylab.load_policy(run, target=[1.0, 2.0])
+    with pytest.raises(UsageError, match="has no seed '0'; it has 0"):
+        replaylab.load_policy(run, seed="0")
+    with pytest.raises(UsageError, match="the policy takes observations of shape"):
+        replaylab.load_policy(run).act([[1.0, 2.0], [3.0]])
+    with pytest.raises(UsageError, match="a run is named by the path of its folder, not NoneType"):
+        replaylab.load_policy(None)

@@ -14,7 +14,7 @@ from conftest import make_episodes
 import replaylab
 from replaylab import trainer
 from replaylab.algos import Spaces, bc
-from replaylab.errors import DataError, MissingExtra, UsageError
+from replaylab.errors import DataError, MissingExtra, ReplaylabError, UsageError
 from replaylab.run import RunFolder
 from replaylab.step import Stepper
 
@@ -367,3 +367,29 @@ def test_out_of_memory_names_the_settings(log, tmp_path, name, setting):
     settings = {"preset": "debug", "device": "cpu", setting: 10**11}
     with pytest.raises(UsageError, match=f"too little memory for this training: .*--{setting.replace('_', '-')}"):
         replaylab.train(name, log, out=tmp_path / "r", **settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"system_name": 3}, "unknown system '3'"),
+        ({"config": {"steps": 3}}, "config is the path of a YAML file"),
+        ({"data_options": "columns"}, "data_options must be names with values, not 'columns'"),
+        ({"out": 3}, "a run is named by the path of its folder, not int"),
+        ({"out": "/proc/nothing"}, "cannot make the run folder /proc/nothing"),
+        ({"data": replace(make_episodes((5,)), meta={"env_id": 3})}, "env_id must be a name"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_one_line(tmp_path, given, told):
+    usual = {"system_name": "bc", "data": make_episodes((5,)), "out": tmp_path / "run", "preset": "debug", "steps": 1}
+    with pytest.raises(ReplaylabError, match=told):
+        replaylab.train(**usual | given)
+
+
+def test_save_and_report_name_what_they_take(tmp_path):
+    with pytest.raises(UsageError, match="save takes Episodes and a path"):
+        replaylab.save(np.zeros(3), tmp_path / "x.npz")
+    with pytest.raises(UsageError, match="a run is named by the path of its folder, not int"):
+        replaylab.report([3], tmp_path / "x.html")
+    with pytest.raises(UsageError, match="a page is written to a path, not NoneType"):
+        replaylab.report([tmp_path], None)

@@ -1,7 +1,10 @@
 """The learning systems, one file each: Config, losses, update, act.
 
 A system is a module with `Config`, `PRESETS` and `Agent`. An agent is an nn.Module that trains all seeds of a run at
-once: `phases(episodes)` lists what is trained in which order, `act(observations, state)` returns actions for a batch.
+once, made by `Agent(config, spaces, seeds, device)`. Seeds are the first axis of its weights, of batches, of
+observations and of what `update` returns. `phases(episodes)` lists what is trained in which order,
+`act(observations, state)` returns actions and the state. It keeps its `config`, and a dict `optimizers`, which
+checkpoints save; what else resume needs is a buffer. Random numbers of an update come from models/draws.py.
 An agent with a memory also has `begin(batch, targets)`, which makes the state, and `targets`, its default target
 returns; its state has `receive(rewards)` and `reset(which)`.
 
@@ -49,8 +52,8 @@ SYSTEMS = {
 
 
 def system(name: str) -> ModuleType:
-    if name not in SYSTEMS:
-        raise UsageError(f"unknown system '{name}'{nearest(name, SYSTEMS)}")
+    if not isinstance(name, str) or name not in SYSTEMS:
+        raise UsageError(f"unknown system '{name}'{nearest(str(name), SYSTEMS)}")
     return importlib.import_module(SYSTEMS[name])
 
 

@@ -86,8 +86,8 @@ def corrupt(
 
 
 def check_seed(seed: int) -> None:
-    if seed < 0:
-        raise UsageError(f"seed must be at least 0, not {seed}")
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise UsageError(f"seed must be at least 0, not {seed!r}")
 
 
 def keep_rows(episodes: Episodes, keep: np.ndarray) -> Episodes:

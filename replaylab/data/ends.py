@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
 import numpy as np
 
 from replaylab.data.columns import pieces
@@ -54,7 +58,7 @@ def as_actions(actions: np.ndarray, rows: int, notes: list[str]) -> np.ndarray:
 
 
 def as_rewards(rewards: np.ndarray) -> np.ndarray:
-    rewards = np.asarray(rewards)
+    rewards = as_array("rewards", rewards)
     if rewards.ndim == 2 and rewards.shape[1] == 1:  # D4RL v1
         rewards = rewards[:, 0]
     if rewards.ndim != 1:
@@ -67,12 +71,25 @@ def as_rewards(rewards: np.ndarray) -> np.ndarray:
 
 def as_numbers(name: str, values: np.ndarray, rows: int) -> np.ndarray:
     """`values` as an array of `rows` numbers in this machine's byte order, or a DataError."""
-    values = np.asarray(values)
+    values = as_array(name, values)
     if values.ndim == 0 or len(values) != rows:
         raise DataError(f"{name} has {len(values) if values.ndim else 'no'} rows, rewards has {rows}")
     if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8:
         raise DataError(f"{name} must be numbers of at most 64 bits, not {values.dtype}")
+    if min(values.strides) < 0:  # a reversed view, which torch does not read
+        values = values.copy()
     return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+def as_array(name: str, values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # lists of unequal length, tensors on a GPU or with gradients
+        raise DataError(f"{name} cannot be read as an array: {error}") from error
 
 
 def refuse_huge(name: str, values: np.ndarray) -> None:
@@ -89,7 +106,7 @@ def as_flags(name: str, flags: np.ndarray | None, rows: int) -> np.ndarray:
     """(rows,) bool from any array of one 0 or 1 per row; None means all false."""
     if flags is None:
         return np.zeros(rows, bool)
-    flags = np.asarray(flags)
+    flags = as_array(name, flags)
     if flags.size != rows:
         raise DataError(f"{name} has {flags.size} entries, rewards has {rows}")
     flags = as_numbers(name, flags.reshape(rows), rows)
@@ -98,15 +115,47 @@ def as_flags(name: str, flags: np.ndarray | None, rows: int) -> np.ndarray:
     return flags.astype(bool)
 
 
+def check_meta(meta: Any, actions: np.ndarray) -> None:
+    """Meta comes from a file or a user and may hold anything: check the entries that the package relies on."""
+    if not isinstance(meta, Mapping):
+        raise DataError(f"meta must be names with values, not {meta!r:.40}")
+    if not isinstance(meta.get("env_id"), str | None):
+        raise DataError("env_id must be a name")
+    notes = meta.get("notes", [])
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise DataError("notes must be a list of sentences")
+    discrete = actions.ndim == 1
+    told = meta.get("num_actions") if discrete else None
+    if told is not None and (not isinstance(told, Integral) or isinstance(told, bool) or told <= actions.max()):
+        raise DataError(f"num_actions is {told!s:.20}, but action {actions.max()} occurs")
+    if not discrete and ("action_low" in meta or "action_high" in meta):
+        low, high = (_bound(meta.get(key), key, actions.shape[1]) for key in ("action_low", "action_high"))
+        if not (low <= high).all():
+            raise DataError("action_low is above action_high")
+
+
+def _bound(value: Any, key: str, width: int) -> np.ndarray:
+    try:
+        bound = np.asarray(value, np.float64)
+    except (ValueError, TypeError):
+        bound = np.full((), np.nan)
+    if bound.shape not in ((), (width,)) or not np.isfinite(bound).all():
+        raise DataError(f"{key} must be {width} finite numbers")
+    return bound
+
+
 def id_changes(ids: np.ndarray, rows: int, notes: list[str]) -> np.ndarray:
     """(rows,) whether the next row belongs to another episode."""
-    ids = np.asarray(ids).reshape(-1)
+    ids = as_array("episode", ids).reshape(-1)
     if len(ids) != rows:
         raise DataError(f"episode has {len(ids)} entries, rewards has {rows}")
     if ids.dtype.kind == "f" and np.isnan(ids).any():
         raise DataError(f"episode holds NaN in row {np.isnan(ids).argmax() + 1}")
     changes = np.append(ids[1:] != ids[:-1], True)
-    again = int(changes.sum()) - len(np.unique(ids))
+    try:
+        again = int(changes.sum()) - len(np.unique(ids))
+    except TypeError as error:
+        raise DataError(f"episode must be all numbers or all names: {error}") from error
     if again:
         notes.append(
             f"ids of episodes come back after other ids ({again} x), and each time begin a new episode: "
@@ -117,8 +166,8 @@ def id_changes(ids: np.ndarray, rows: int, notes: list[str]) -> np.ndarray:
 
 def limit_reached(ends: np.ndarray, limit: int) -> np.ndarray:
     """(rows,) whether a multiple of `limit` steps has passed since the last known end."""
-    if limit < 1:
-        raise DataError(f"max_episode_steps must be at least 1, not {limit}")
+    if not isinstance(limit, Real) or limit < 1 or limit % 1:
+        raise DataError(f"max_episode_steps must be a whole number of at least 1, not {limit}")
     index = np.arange(len(ends))
     starts = np.concatenate([[0], index[:-1][ends[:-1]] + 1])
     since = index - starts[np.searchsorted(starts, index, side="right") - 1]

@@ -17,8 +17,10 @@ import numpy as np
 from replaylab.data.ends import (
     as_actions,
     as_flags,
+    as_numbers,
     as_observations,
     as_rewards,
+    check_meta,
     finals,
     id_changes,
     limit_reached,
@@ -216,9 +218,12 @@ class Episodes:
             if episodes.shape != (self.num_episodes,):
                 raise DataError(f"a mask of shape {episodes.shape} cannot select from {self.num_episodes} episodes")
             episodes = np.flatnonzero(episodes)
-        episodes = episodes.astype(np.int64)
-        if len(episodes) == 0:
+        if episodes.size == 0:
             raise DataError("no episodes selected")
+        numbers = episodes.ndim == 1 and episodes.dtype.kind in "iu"
+        if not numbers or episodes.min() < -self.num_episodes or episodes.max() >= self.num_episodes:
+            raise DataError(f"episodes are selected by a list of their numbers, 0 to {self.num_episodes - 1}")
+        episodes = episodes.astype(np.int64)
         lengths = self.lengths[episodes]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         rows = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][episodes] - offsets[:-1], lengths)
@@ -336,6 +341,7 @@ def from_rows(
     rows = len(rewards)
     observations = as_observations("observations", observations, rows)
     actions = as_actions(actions, rows, notes)
+    check_meta(meta or {}, actions)
     silent = truncated is None and episode is None and max_episode_steps is None and split == "flags"
     flagless = silent and terminated is None
     terminated, truncated = as_flags("terminated", terminated, rows), as_flags("truncated", truncated, rows)
@@ -383,7 +389,7 @@ def from_rows(
         offsets=np.concatenate([[0], last + 1]).astype(np.int64),
         final_observations=final,
         final_known=known,
-        extras=extras or {},
+        extras={name: as_numbers(name, column, rows) for name, column in (extras or {}).items()},
         attachments=attachments or {},
         meta=meta,
     )

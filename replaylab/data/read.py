@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from replaylab.data.ends import refuse_huge
+from replaylab.data.ends import check_meta, refuse_huge
 from replaylab.data.episodes import Episodes, concatenate
 from replaylab.data.formats import FORMATS, SUFFIXES
 from replaylab.data.formats.common import Options, check_columns, parse_columns
@@ -58,7 +58,7 @@ def load(
     part: for a DQN-replay log, how much: `checkpoints`, `max_steps`, `episodes_per_checkpoint` (dqn_replay.read).
     """
     if format is not None and format not in FORMATS:
-        raise UsageError(f"no format '{format}'{nearest(format, FORMATS)}")
+        raise UsageError(f"no format '{format}'{nearest(str(format), FORMATS)}")
     options = Options(check_columns(columns), max_episode_steps, split)
     paths = as_paths(path_or_paths)
     for key in part:
@@ -109,7 +109,7 @@ def _load_one(given: str | Path, format: str | None, options: Options, part: Map
         if part and name != "dqn-replay":
             raise UsageError(f"only a DQN-replay log can be read in part, this is {name}")
         episodes = FORMATS[name].read(path, options, **part)
-        _check_meta(episodes)
+        check_meta(episodes.meta, episodes.actions)
         for column in ("observations", "actions", "rewards", "final_observations"):
             values = getattr(episodes, column)
             if not isinstance(values, np.memmap):  # memory maps are checked by `train`
@@ -154,30 +154,6 @@ def _near(path: Path) -> str:
     there = [p.name for p in folder.iterdir() if not p.name.startswith(".")] + [*SAMPLES, *TOYS]
     close = difflib.get_close_matches(path.name, there, n=1)
     return f"; did you mean '{close[0] if close[0] in SAMPLES | TOYS else folder / close[0]}'?" if close else ""
-
-
-def _check_meta(episodes: Episodes) -> None:
-    """Meta comes from the file and may hold anything: check the entries that the package relies on."""
-    meta = episodes.meta
-    if not isinstance(meta.get("env_id"), str | None):
-        raise DataError("env_id must be a name")
-    notes = meta.get("notes", [])
-    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
-        raise DataError("notes must be a list of sentences")
-    told = meta.get("num_actions") if episodes.discrete else None
-    if told is not None and (type(told) is not int or told <= episodes.actions.max()):
-        raise DataError(f"num_actions is {told!s:.20}, but action {episodes.actions.max()} occurs")
-    if not episodes.discrete and ("action_low" in meta or "action_high" in meta):
-        low, high = (_bound(meta.get(key), key, episodes.actions.shape[1]) for key in ("action_low", "action_high"))
-        if not (low <= high).all():
-            raise DataError("action_low is above action_high")
-
-
-def _bound(value: Any, key: str, width: int) -> np.ndarray:
-    bound = np.asarray(value, np.float64)
-    if bound.shape not in ((), (width,)) or not np.isfinite(bound).all():
-        raise DataError(f"{key} must be {width} finite numbers")
-    return bound
 
 
 def one_line(error: BaseException) -> str:

@@ -105,9 +105,7 @@ def refuse_nonfinite(episodes: Episodes) -> None:
             continue
         for part in np.array_split(column, max(1, len(column) // 65536)):
             if not np.isfinite(part).all():
-                raise DataError(
-                    f"{name} holds NaN or infinity: see `replaylab data info`; clean the log before training"
-                )
+                raise DataError(f"{name} holds NaN or infinity: see `replaylab data info`; clean the log first")
         refuse_huge(name, column)
 
 

@@ -20,6 +20,8 @@ def save(episodes: Episodes, path: str | Path, *, format: str | None = None, ove
 
     The data is written beside its target and renamed at the end, so a failure leaves nothing behind.
     """
+    if not isinstance(episodes, Episodes) or not isinstance(path, str | Path):
+        raise UsageError("save takes Episodes and a path; arrays become Episodes with replaylab.from_rows")
     path = Path(path)
     name = check_target(path, format, overwrite)
     made = _make_folders(path.parent)

@@ -73,6 +73,8 @@ def _check_noise(env_id: str, noise: Noise | None) -> None:
 
 def canonical(env_id: str) -> str:
     """The full id: 'hopper' -> 'd4rl/hopper', D4RL's 'antmaze-medium-play-v2' -> 'd4rl/antmaze-medium'."""
+    if not isinstance(env_id, str):
+        raise UsageError(f"an environment is named by its id: gymnasium.register yours, not {type(env_id).__name__}")
     maze = re.fullmatch(r"(antmaze-(umaze|medium|large))(-play|-diverse)?-v[012]", env_id)
     if maze:
         return f"d4rl/{maze[1]}"
@@ -91,3 +93,5 @@ def _make(env_id: str, **kwargs: Any) -> Any:
         raise UsageError(f"unknown environment '{env_id}'; {hint}known: {known}") from error
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingExtra(f"{env_id}: {error}") from error
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:  # a malformed id, or module:id without that module
+        raise UsageError(f"cannot make the environment '{env_id}': {error}") from error

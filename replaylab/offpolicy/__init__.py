@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from torch import Tensor
 from replaylab.algos import Spaces, system
 from replaylab.config import write_whole
 from replaylab.data.episodes import Episodes
-from replaylab.data.read import load
+from replaylab.data.read import as_paths, load
+from replaylab.data.sample import refuse_nonfinite
 from replaylab.errors import ReplaylabError, UsageError
 from replaylab.evaluate import load_agent, pick_device
 from replaylab.offpolicy.fitted import ACTED, FULL, QUICK, Budget, Log, fitted_q, some_episodes
@@ -60,13 +63,15 @@ def assess(
     if getattr(system(folder.system()), "ONLINE", False):
         raise UsageError(f"{folder.system()} learns by playing: `replaylab eval {run}` says what it scores in its game")
     agent, spaces, seeds = load_agent(folder, where)
-    train = train if train is not None else _own_data(config, needed=data is None)
+    if not isinstance(train, Episodes | None):
+        raise UsageError(f"train must be the Episodes that the run was trained on, not {type(train).__name__}")
+    train = train if train is not None else _own_data(folder, needed=data is None)
     if data is None:
         episodes, sources = train, config.get("data")
     elif isinstance(data, Episodes):
         episodes, sources = data, [str(data.meta.get("source") or "arrays")]
     else:
-        paths = [str(p) for p in ([data] if isinstance(data, (str, Path)) else data)]
+        paths = [str(p) for p in as_paths(data)]
         episodes, sources = load(paths, **(config.get("data_options") or {})), paths
     assert episodes is not None
     found = assess_agent(
@@ -78,13 +83,28 @@ def assess(
     return found
 
 
-def _own_data(config: dict[str, Any], needed: bool) -> Episodes | None:
+def _own_data(folder: RunFolder, needed: bool) -> Episodes | None:
+    config = folder.config()
     try:
-        return load(config["data"], **(config.get("data_options") or {}))
+        found = load(config["data"], **(config.get("data_options") or {}))
     except (ReplaylabError, OSError, KeyError, TypeError) as error:
         if needed:
             raise UsageError(f"the run's own data cannot be read ({error}): name a log with --data") from error
         return None
+    if _is_of(found, folder.info().get("data")):
+        return found
+    if needed:
+        raise UsageError(f"{folder.path} was trained on other episodes than its file holds now: name a log with --data")
+    return None
+
+
+def _is_of(found: Episodes, told: Any) -> bool:
+    """Whether a summary in run.json is of these episodes: a run may have been given a part of its file, from Python."""
+    try:
+        same = (told["steps"], told["episodes"]) == (len(found), found.num_episodes)
+        return same and math.isclose(told["return"]["mean"], found.returns.mean(), rel_tol=1e-4, abs_tol=1e-6)
+    except (KeyError, TypeError):
+        return True  # an old or edited run.json: nothing speaks against them
 
 
 def seen(episodes: Episodes, train: Episodes) -> float:
@@ -113,15 +133,16 @@ def assess_agent(
     budget: Budget = FULL,
 ) -> dict[str, Any]:
     """The same for an agent in memory. `train`: what it was trained on, where similar states are looked for; without
-    it they are looked for in `episodes`, which are taken to be new to the policy."""
+    it they are looked for in `episodes`, and whether the policy has seen those is not known."""
     began, device = time.monotonic(), device or torch.device("cpu")
     gamma = gamma if gamma is not None else float(getattr(agent.config, "gamma", 0.99))
-    if not 0 <= gamma < 1:
-        raise UsageError(f"gamma must be at least 0 and below 1, not {gamma}")
+    if not isinstance(gamma, Real) or not 0 <= gamma < 1:
+        raise UsageError(f"gamma must be at least 0 and below 1, not {gamma!r}")
     if episodes.discrete and not spaces.discrete and spaces.action_dim == 1:  # amounts that all happen to be whole
         kind = np.float32 if train is None else train.actions.dtype
         episodes = replace(episodes, actions=episodes.actions[:, None].astype(kind))
     _check(spaces, episodes)
+    refuse_nonfinite(episodes)
     rows = budget.rows // getattr(agent, "effort", 1)
     used = some_episodes(episodes, rows)
     found: dict[str, Any] = {
@@ -129,7 +150,7 @@ def assess_agent(
         "episodes": used.num_episodes,
         "rows": len(used),
         "rows_of": len(episodes),
-        "seen": 0.0 if train is None else seen(used, train),
+        "seen": None if train is None else seen(used, train),
         "fqe": None,
         "support": None,
         "predicted": [],
@@ -274,7 +295,11 @@ def limits(found: dict[str, Any]) -> list[str]:
             f"{fqe['data']['cut']:.0%} of the episodes were cut off rather than ended, and what would have followed "
             f"carries {fqe['data']['cut_weight']:.0%} of the weight: that part of the data's return is an estimate too."
         )
-    if found["seen"]:
+    if found["seen"] is None:
+        said.append(
+            "What the policy was trained on is not at hand here. If these episodes are among it, that flatters it."
+        )
+    elif found["seen"]:
         said.append(
             f"{found['seen']:.0%} of these episodes are those that the policy was trained on: it has fitted their "
             "accidents too, which flatters it. Assess it on episodes that it has not seen."

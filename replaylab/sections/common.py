@@ -50,7 +50,8 @@ def _body(found: dict[str, Any]) -> Html:
     parts.append(Html("<h4>What cannot be known</h4>" + warning_list(limits)))
     amount = f"{number(found.get('episodes'))} episodes, {number(found.get('rows'))} rows"
     quick = ", a quick fit" if found.get("quick") is True else ""
-    parts.append(_note(f"{amount}; {percent(found.get('seen'))} of the episodes were trained on{quick}."))
+    seen = "it is not known how many" if found.get("seen") is None else percent(found["seen"])
+    parts.append(_note(f"{amount}; {seen} of the episodes were trained on{quick}."))
     return Html("".join(parts))
 
 

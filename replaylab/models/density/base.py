@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class Density(nn.Module):
 
 
 def check_percentile(percentile: float) -> None:
-    if not PERCENTILES[0] <= percentile <= PERCENTILES[-1]:
+    if not isinstance(percentile, Real) or not PERCENTILES[0] <= percentile <= PERCENTILES[-1]:
         raise UsageError(f"percentile must be from {PERCENTILES[0]} to {PERCENTILES[-1]}, not {percentile}")
 
 
