@@ -84,11 +84,7 @@ def as_numbers(name: str, values: np.ndarray, rows: int) -> np.ndarray:
 def as_array(name: str, values: Any) -> np.ndarray:
     try:
         return np.asarray(values)
-    except (
-        ValueError,
-        TypeError,
-        RuntimeError,
-    ) as error:  # lists of unequal length, tensors on a GPU or with gradients
+    except (ValueError, TypeError, RuntimeError) as error:  # lists of unequal length, tensors with gradients
         raise DataError(f"{name} cannot be read as an array: {error}") from error
 
 
