@@ -1,7 +1,8 @@
 """Damaged files of every format: a reader either succeeds or raises DataError, within bounded memory and time.
 
-Each reader runs in a forked child, so that a crash inside a C library (HDF5, Arrow) is a failed test with a seed and
-not the end of the test run. `SEED` in a failure reproduces the file: damage(sample, random.Random(SEED)).
+Each reader runs in a process of its own, so that a crash inside a C library (HDF5, Arrow) is a failed test with a seed
+and not the end of the test run. It is a new one, not a fork: other tests may have left threads that hold locks. `SEED`
+in a failure reproduces the file: damage(sample, random.Random(SEED)).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import traceback
 import zipfile
 from pathlib import Path
@@ -122,17 +125,19 @@ def attempt(sample: Path, work: Path, seed: int) -> str:
     return ""
 
 
-def child(sample: Path, work: Path, seeds: range, pipe: int) -> None:
-    """Runs in the fork: one line a seed, so that the parent knows which file was the last."""
+def child(kind: str, sample: Path, work: Path, seeds: range) -> None:
+    """Runs in the new process: one line a seed, so that the parent knows which file was the last."""
+    if kind == "plain csv":  # as on a machine without pyarrow
+        table._csv_arrow = lambda arrow, *rest: table._csv_plain(*rest)
+    load(work / sample.name)  # the sample itself is good, and what is imported late is imported now
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for seed in seeds:
         signal.alarm(PATIENCE)
-        os.write(pipe, f"{seed}\n".encode())
+        os.write(1, f"{seed}\n".encode())
         if problem := attempt(sample, work, seed):
-            os.write(pipe, f"SEED {seed}: {problem}\n".encode())
+            os.write(1, f"SEED {seed}: {problem}\n".encode())
             os._exit(1)
     os._exit(0)
 
@@ -145,21 +150,9 @@ def run(kind: str, folder: Path, seeds: range) -> None:
         shutil.copytree(sample, work / sample.name)
     else:
         shutil.copy(sample, work)
-    load(work / sample.name)  # the sample itself is good, and what is imported late is imported now
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            if kind == "plain csv":  # as on a machine without pyarrow
-                table._csv_arrow = lambda arrow, *rest: table._csv_plain(*rest)
-            child(sample, work, seeds, write)
-        finally:
-            os._exit(2)
-    os.close(write)
-    with os.fdopen(read) as lines:
-        said = lines.read()
-    _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
+    words = [sys.executable, __file__, kind, str(sample), str(work), str(seeds.start), str(seeds.stop)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    code, said = done.returncode, done.stdout
     if code < 0:
         seed = [word for word in said.split() if word.isdigit()][-1]
         pytest.fail(f"{kind}: SEED {seed} ended the process with {signal.Signals(-code).name}")
@@ -177,3 +170,8 @@ def test_damaged_files(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_thousand_damaged_files(kind, tmp_path):
     run(kind, tmp_path, range(1000, 11_000))
+
+
+if __name__ == "__main__":
+    kind, sample, work, start, stop = sys.argv[1:]
+    child(kind, Path(sample), Path(work), range(int(start), int(stop)))
