@@ -87,6 +87,35 @@ def test_deterministic_and_stopped_it_ends_the_same(name, log, tmp_path, monkeyp
     assert [key for key in weights[0] if not torch.equal(weights[0][key], weights[1][key])] == []
 
 
+@pytest.mark.timeout(600)
+def test_mbarc_deterministic_and_stopped_it_ends_the_same(tmp_path, monkeypatch):
+    """Stopped in the first policy phase, in the second world phase and in the second policy phase."""
+    run, done = Stepper.run, 0
+
+    def train(out, resume=False):
+        settings = {"epochs": 2, "world_steps": 8, "world_first": 1, "reward_steps": 6, "ppo_updates": 6}
+        everywhere = {"device": "cuda", "deterministic": True, "final_episodes": 0, "out": tmp_path / out}
+        return replaylab.train("mbarc", env="atari/boxing", preset="debug", resume=resume, **settings | everywhere)
+
+    def stopped(self, start, steps):
+        nonlocal done
+        run(self, start, steps)
+        done += steps
+        if done in (19, 26, 39):
+            signal.raise_signal(signal.SIGINT)
+
+    train("whole")
+    monkeypatch.setattr(Stepper, "run", stopped)
+    for resume in (False, True, True):
+        with pytest.raises(Interrupted):
+            train("parts", resume)
+    train("parts", resume=True)
+    (weights, training, _), parts = (RunFolder(tmp_path / name).load() for name in ("whole", "parts"))
+    training.pop("agent.log")  # holds seconds
+    differ = [key for key, value in weights.items() if not torch.equal(value, parts[0][key])]
+    assert differ + [key for key, value in training.items() if not torch.equal(value, parts[1][key])] == []
+
+
 def test_mbarc_dreams_on_the_gpu(tmp_path):
     run = replaylab.train("mbarc", env="atari/freeway", preset="debug", device="cuda", out=tmp_path / "r")
     assert RunFolder(run).info()["status"] == "finished" and RunFolder(run).lines("eval.jsonl")
