@@ -6,7 +6,8 @@ observations and of what `update` returns. `phases(episodes)` lists what is trai
 `act(observations, state)` returns actions and the state. It keeps its `config`, and a dict `optimizers`, which
 checkpoints save; what else resume needs is a buffer. Random numbers of an update come from models/draws.py.
 An agent with a memory also has `begin(batch, targets)`, which makes the state, and `targets`, its default target
-returns; its state has `receive(rewards)` and `reset(which)`.
+returns; its state has `receive(rewards)`, `reset(which)`, and `packed()` and `unpack(numbers)`, by which `export` hands
+it to whoever acts: a table with a row for each environment, where zeros are a new episode.
 
 A module may also have
     ACTING                    fields of its Config that affect only acting, so that `eval` can sweep them

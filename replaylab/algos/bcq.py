@@ -113,6 +113,7 @@ class Agent(nn.Module):
         self.register_buffer("done", torch.zeros((), dtype=torch.int64))  # updates so far
         self.register_buffer("kl", torch.ones(len(seeds)))  # KL of the last batch
         self.register_buffer("keys", draws.keys(seeds), persistent=False)
+        self.drawn: Tensor | None = None  # latents of acting
         self.targets_of = [(self.target_actor, self.actor), (self.target_critics, self.critics)]
         for target, _ in self.targets_of:
             target.requires_grad_(False)
@@ -213,15 +214,18 @@ class Agent(nn.Module):
         """The candidate with the highest Q_1. Latents are drawn once per seed, not at each call as in the original, so
         that the policy is a function of the observation and more samples only add candidates."""
         seeds, count, tries = len(self.seeds), observations.shape[1], self.config.act_samples
-        latent = draws.normals(self.keys, torch.zeros_like(self.done), tries * self.latent).clamp(
-            -LATENT_CLIP, LATENT_CLIP
-        )
-        latent = latent.view(seeds, 1, tries, -1).expand(-1, count, -1, -1).flatten(1, 2)
+        latent = self._latents(tries).expand(-1, count, -1, -1).flatten(1, 2)
         repeated = self.normalizer(observations).repeat_interleave(tries, 1)
         candidates = self.perturb(self.actor, repeated, self.decode(repeated, latent))
         best = self.first_value(repeated, candidates).view(seeds, count, tries).argmax(-1)
         chosen = candidates.view(seeds, count, tries, -1).gather(2, best[..., None, None].expand(-1, -1, 1, self.acts))
         return self.center + self.scale * chosen[:, :, 0], state
+
+    def _latents(self, tries: int) -> Tensor:  # (seeds, 1, tries, latent)
+        if self.drawn is None or self.drawn.shape[2] != tries:
+            drawn = draws.normals(self.keys, torch.zeros_like(self.done), tries * self.latent)
+            self.drawn = drawn.clamp(-LATENT_CLIP, LATENT_CLIP).view(len(self.seeds), 1, tries, -1)
+        return self.drawn
 
     @property
     def acts(self) -> int:

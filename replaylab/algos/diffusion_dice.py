@@ -311,6 +311,8 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        if torch.compiler.is_exporting():  # for batches of any size
+            return Sampling(self, observations.shape[1])(observations), state
         key = (observations.shape[1], *(getattr(self.config, name) for name in ACTING))
         if key not in self.samplings:
             if len(self.samplings) >= SHAPES_KEPT:

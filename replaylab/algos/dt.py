@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from replaylab.algos import Normalizer, Phase, Spaces, box_unit
+from replaylab.algos.dt_acting import Context
 from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, Within, knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Windows
@@ -30,7 +31,6 @@ from replaylab.errors import UsageError
 from replaylab.models.adam import adam, clipped_step
 from replaylab.models.gpt import STYLES, DecisionTransformer, Frames, Shape
 from replaylab.models.mlp import ACTIVATIONS, generators
-from replaylab.step import Graph
 
 
 @dataclass
@@ -152,78 +152,6 @@ def delayed(episodes: Episodes) -> Episodes:
 
 def masked_mean(error: Tensor, mask: Tensor) -> Tensor:  # (seeds, batch, steps) twice -> (seeds,)
     return (error * mask).sum(2).sum(1) / mask.sum(2).sum(1).clamp(min=1)  # one sum would use a single CUDA block
-
-
-class Context:
-    """The memory of a batch of environments: their last K steps, oldest first, and the return-to-go.
-
-    Choosing an action takes many small kernels, so on CUDA they are captured once as a graph and replayed. This is why
-    all buffers are updated in place.
-    """
-
-    def __init__(self, agent: Agent, batch: int, targets: Tensor):  # targets: (batch,), not scaled
-        self.agent, config, device = agent, agent.config, agent.device
-        shape = (len(agent.seeds), batch, config.context)
-        action = () if agent.discrete else (agent.shape.actions,)
-        kind = torch.int64 if agent.discrete else torch.float32
-        self.states = torch.zeros(*shape, config.width, device=device)  # embedded once, when they arrive
-        self.actions = torch.zeros((*shape, *action), dtype=kind, device=device)
-        self.returns = torch.zeros(shape, device=device)
-        self.timesteps = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.start = (targets / agent.rtg_scale).expand(shape[:2])
-        self.asked = self.start.clone()  # (seeds, batch)
-        self.time = torch.zeros(shape[:2], dtype=torch.int64, device=device)
-        self.slots = torch.arange(config.context, device=device)
-        seen = torch.uint8 if agent.pixels else torch.float32
-        self.observations = torch.zeros(*shape[:2], *agent.shape.observation, dtype=seen, device=device)
-        self.chosen = torch.zeros((*shape[:2], *action), dtype=kind, device=device)
-        self.answer = Graph(self._answer, device)
-
-    def _answer(self) -> None:
-        """Append the newest `observations` to the window and write the actions into `chosen`."""
-        newest = self.time.clamp(max=len(self.slots) - 1)
-        self._push(newest, self.agent.encode(self.observations))
-        self.chosen.copy_(self.agent.choose(self.states, self.actions, self.returns, self.timesteps, newest))
-        self._write("actions", newest, self.chosen)
-        self.time += 1
-
-    def _push(self, newest: Tensor, states: Tensor) -> None:
-        """Append a step whose action is not known yet; a full window loses its oldest step."""
-        full = self.time >= len(self.slots)
-        for name in ("states", "returns", "timesteps", "actions"):
-            self._shift(name, full)
-        for name, value in {"states": states, "returns": self.asked, "timesteps": self.time}.items():
-            self._write(name, newest, value)
-
-    def _shift(self, name: str, which: Tensor) -> None:
-        slots = getattr(self, name)
-        slots.copy_(torch.where(_wide(which[..., None], slots), slots.roll(-1, 2), slots))
-
-    def _write(self, name: str, place: Tensor, value: Tensor) -> None:
-        slots = getattr(self, name)
-        slots.copy_(torch.where(_wide(self.slots == place[..., None], slots), value.unsqueeze(2), slots))
-
-    def receive(self, rewards: Tensor) -> None:
-        """R_t+1 = R_t - r_t for rewards (seeds, batch), clipped if those of the data were. Where no step was taken
-        since the reset, the reward is the last episode's."""
-        if self.agent.config.mode == "normal":
-            rewards = torch.where(self.agent.clipped > 0, rewards.clamp(-1, 1), rewards)
-            self.asked -= torch.where(self.time > 0, rewards, 0.0) / self.agent.rtg_scale
-
-    @property
-    def waits(self) -> bool:
-        """Whether the next step needs the rewards of the last one."""
-        config = self.agent.config
-        return config.mode == "normal" and config.condition == "return" and bool((self.time > 0).any())
-
-    def reset(self, which: Tensor) -> None:
-        """Start a new episode in the environments that `which`, (seeds, batch) booleans, marks."""
-        self.time[which] = 0
-        self.asked[which] = self.start[which]
-
-
-def _wide(condition: Tensor, like: Tensor) -> Tensor:
-    return condition.view(*condition.shape, *[1] * (like.ndim - condition.ndim))
 
 
 class Agent(nn.Module):
