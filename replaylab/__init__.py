@@ -20,6 +20,7 @@ from replaylab.data.read import load
 from replaylab.data.write import save
 from replaylab.errors import DataError, ReplaylabError, UsageError
 from replaylab.evaluate import evaluate, load_policy
+from replaylab.export import export
 from replaylab.offpolicy import assess
 from replaylab.report import report
 from replaylab.train import train
@@ -31,6 +32,7 @@ __all__ = [
     "UsageError",
     "assess",
     "evaluate",
+    "export",
     "from_rows",
     "load",
     "load_policy",

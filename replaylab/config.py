@@ -171,8 +171,10 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type) -> None:
         group.add_argument("--" + knob.name.replace("_", "-"), **options)
 
 
-def add_sweep_arguments(parser: argparse.ArgumentParser, cls: type, names: Iterable[str], title: str) -> None:
-    """Add an option for each named field that takes several values."""
+def add_acting_arguments(
+    parser: argparse.ArgumentParser, cls: type, names: Iterable[str], title: str, several: bool
+) -> None:
+    """Add an option for each named field, which takes one value or `several`."""
     group, hints = parser.add_argument_group(title), typing.get_type_hints(cls)
     for knob in fields(cls):
         if knob.name in names and "--" + knob.name.replace("_", "-") not in parser._option_string_actions:
@@ -180,7 +182,8 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, cls: type, names: Itera
             read = _boolean if kind is bool else kind
             choices = knob.metadata["choices"]
             group.add_argument(
-                "--" + knob.name.replace("_", "-"), dest=knob.name, nargs="+", type=read, choices=choices,
+                "--" + knob.name.replace("_", "-"), dest=knob.name, nargs="+" if several else None, type=read,
+                choices=choices,
                 metavar="|".join(choices) if choices else kind.__name__.upper(), default=argparse.SUPPRESS,
                 help=knob.metadata["help"].replace("%", "%%"),
             )  # fmt: skip
@@ -203,12 +206,12 @@ def write_yaml(path: Path, values: dict[str, Any]) -> None:
     write_whole(path, "".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file atomically: if writing fails, as on a full disk, the old one stays. Several processes may do so
     at once: each writes a part of its own, and the last one to finish wins."""
     part = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.part")  # hosts may share a folder
     try:
-        part.write_text(text)
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

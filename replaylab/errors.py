@@ -54,6 +54,8 @@ _EXTRAS = {
     "d3rlpy": ("d3rlpy", "d3rlpy"),
     "ray": ("ray", "cluster"),
     "PIL": ("pillow", "atari"),
+    "onnxscript": ("onnxscript", "onnx"),
+    "onnxruntime": ("onnxruntime", "onnx"),
 }
 _OTHERWISE = {"gymnasium": ", for Atari 'replaylab[atari]', for mazes 'replaylab[maze]'"}  # where several bring it
 

@@ -49,6 +49,7 @@ SMALL = {
     "density fit": "--steps 4",
     "eval runs/diffusion-dice": "--episodes 1 --guidance 0 1 --candidates 1 4 --solver-steps 5",  # of 96 combinations
     "eval": "--episodes 1",
+    "export runs/careful": "--solver-steps 2",
     "data collect atari": "--steps 64 --environments 4 --eval-episodes 0",
     "data collect pointmaze": "--steps 300",
     "data collect": f"--steps 50 {SAC}",

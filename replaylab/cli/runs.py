@@ -14,7 +14,7 @@ from typing import Any
 
 from replaylab.algos import SYSTEMS, system
 from replaylab.cli.parser import Parser, add_verb, assignments, data_options, read_options
-from replaylab.config import add_arguments, add_sweep_arguments
+from replaylab.config import add_acting_arguments, add_arguments
 from replaylab.data.read import TOYS
 from replaylab.errors import ReplaylabError, UsageError
 from replaylab.evaluate import pick_device
@@ -39,7 +39,7 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
     verb.add_argument("--noise-rate", type=float, metavar="P", help="probability of noise at a step (default: 1)")
     verb.add_argument("--json", action="store_true", help="print the records as JSON")
     if words[:1] == ["eval"]:
-        _add_acting(verb, words)
+        _add_acting(verb, words, several=True)
 
     verb = add_verb(verbs, "assess", "what logs alone can tell about a policy, without a simulator", _assess)
     verb.add_argument("folder", metavar="RUN")  # not `run`: that holds the verb's function
@@ -59,6 +59,14 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
     )
     verb.add_argument("--json", action="store_true", help="print the table as JSON instead")
     verb.add_argument("--export", metavar="FOLDER", help="keep each run's results there as small JSON files instead")
+
+    verb = add_verb(verbs, "export", "write a policy to one file that runs without replaylab", _export)
+    verb.add_argument("folder", metavar="RUN")  # not `run`: that holds the verb's function
+    verb.add_argument("--out", metavar="FILE", help="ends in .pt2 (PyTorch) or .onnx (default: RUN/policy.pt2)")
+    verb.add_argument("--seed", type=int, help="which of the run's seeds (default: its first)")
+    verb.add_argument("--target", type=float, metavar="R", help="the return to ask a dt for (default: the run's own)")
+    if words[:1] == ["export"]:
+        _add_acting(verb, words, several=False)
 
     verb = add_verb(verbs, "play", "play in the world that an mbarc run has learned, in the browser", _play)
     verb.add_argument("folder", metavar="RUN")  # not `run`: that holds the verb's function
@@ -83,15 +91,15 @@ def build_runs(verbs: Any, words: Sequence[str]) -> None:
     verb.add_argument("--against", metavar="PEER", help="time a peer beside us: sb3 or d3rlpy")
 
 
-def _add_acting(verb: argparse.ArgumentParser, words: Sequence[str]) -> None:
+def _add_acting(verb: argparse.ArgumentParser, words: Sequence[str], several: bool) -> None:
     """Add the options that change how a policy acts, for the systems of the runs on the command line."""
     named = list(itertools.takewhile(lambda word: not word.startswith("-"), words[1:]))
     named = named or [word for word in words[1:] if RunFolder(word).exists()]
     systems = dict.fromkeys(RunFolder(word).system() for word in named)
     for name in systems:
         module = system(name)
-        title = f"how {name} acts; several values are all tried"
-        add_sweep_arguments(verb, module.Config, getattr(module, "ACTING", ()), title)
+        title = f"how {name} acts" + ("; several values are all tried" if several else "")
+        add_acting_arguments(verb, module.Config, getattr(module, "ACTING", ()), title, several)
     if not systems:
         verb.epilog = "Name a RUN before --help to see the options of its system."
 
@@ -334,6 +342,14 @@ def _report(args: argparse.Namespace) -> None:
         print(f"wrote {compare.compare(first if alone else args.runs, out)}")
     else:
         print(f"wrote {report(args.runs, out or (first / 'report.html' if alone else 'report.html'))}")
+
+
+def _export(args: argparse.Namespace) -> None:
+    from replaylab.export import export
+
+    acting = getattr(system(RunFolder(args.folder).system()), "ACTING", ())
+    given = {name: getattr(args, name) for name in ("out", "seed", "target", *acting) if hasattr(args, name)}
+    print(f"wrote {export(args.folder, **given)}")
 
 
 def _play(args: argparse.Namespace) -> None:
