@@ -174,6 +174,11 @@ def test_a_mistake_is_one_line_that_names_the_place(place, change, told):
     assert not (place / "sweeps").exists()
 
 
+def test_a_plan_is_read_from_a_path():
+    with pytest.raises(UsageError, match="a sweep is named by the path of its file, not dict"):
+        run({"systems": ["bc"]})
+
+
 def test_a_sweep_can_read_data_as_load_can(place):
     taken = [*signature(replaylab.load).parameters][1:-1]  # but the paths, and the parts of a DQN-replay log
     assert {f.name for f in fields(Reading)} | {"columns"} == {*taken, *PART}
