@@ -244,7 +244,7 @@ def fit(
 
 
 def _check_training(kind: str, steps: int | None, batch_size: int | None, lr: float | None) -> None:
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise UsageError(f"unknown density '{kind}'{nearest(str(kind), KINDS)}")
     for name, value in {"steps": steps, "batch-size": batch_size, "lr": lr}.items():
         if value is None:
@@ -272,6 +272,8 @@ def _check_folder(out: str | Path | None, overwrite: bool) -> None:
     """Fail before the training, not after it."""
     if out is None:
         return
+    if not isinstance(out, str | Path):
+        raise UsageError(f"a density is written to a folder named by its path, not {type(out).__name__}")
     try:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".replaylab-", dir=Path(out).parent):

@@ -202,7 +202,7 @@ def load_agent(run: RunFolder, device: torch.device, seed: int | None = None) ->
         spaces = Spaces(**run.info()["spaces"])
     except (KeyError, TypeError) as error:
         raise DataError(f"{run.path / 'run.json'} does not tell the run's spaces: {REWRITE}") from error
-    if seed is not None and seed not in trained:
+    if seed is not None and (np.ndim(seed) or seed not in trained):
         raise UsageError(f"{run.path} has no seed {seed!r}; it has {', '.join(map(str, trained))}")
     seeds = trained if seed is None else [trained[trained.index(seed)]]  # a NumPy number is no seed to torch
     agent = module.Agent(settings, spaces, seeds, device)
@@ -370,7 +370,9 @@ def evaluate(
     targets = _check_targets(agent, targets) if np.size(targets) else []
     settings: dict[str, Any] = {} if seed == SEED else {"seed": seed}
     if noise is not None:
-        if not hasattr(noise, "action_scale"):
+        from replaylab import envs
+
+        if not isinstance(noise, envs.Noise):
             raise UsageError(f"noise must be a replaylab.envs.Noise, such as Noise(action_scale=0.1), not {noise!r}")
         settings["noise"] = {k: v for k, v in vars(noise).items() if v != getattr(type(noise), k, None)}
     records: list[dict[str, Any]] = []
@@ -390,6 +392,8 @@ def evaluate(
 
 def _combinations(run: RunFolder, agent: Any, acting: dict[str, Any]) -> list[dict[str, Any]]:
     """Every combination of the values of these settings of acting; a value that is no list stands alone."""
+    if not isinstance(acting, dict):
+        raise UsageError(f"acting must be names with values, not {acting!r}")
     name = run.system()
     known = getattr(system(name), "ACTING", ())
     if unknown := [key for key in acting if key not in known]:

@@ -6,6 +6,7 @@ metrics.jsonl   one line per seed at each logging step
 eval.jsonl      one line per seed at each evaluation, with every episode's return
 checkpoints/    step-N/: weights.safetensors, training.safetensors, state.json
 media/          pictures and videos, for systems that make any
+density_model/  a copy of the folder that was given as --density-model
 """
 
 from __future__ import annotations
@@ -128,6 +129,12 @@ class RunFolder:
     def write_media(self, name: str, content: bytes) -> None:
         (self.path / "media").mkdir(exist_ok=True)
         (self.path / "media" / Path(name).name).write_bytes(content)
+
+    def copy(self, source: str, name: str) -> None:
+        """Keep a copy of another folder. It gets its name only when it is complete."""
+        part = self.path / f"{name}.part"
+        shutil.copytree(source, part, dirs_exist_ok=True)
+        os.rename(part, self.path / name)
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         with open(self.path / name, "a+b") as file:

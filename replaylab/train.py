@@ -103,9 +103,16 @@ def train(
     values |= asdict(options) | asdict(algorithm)
     folder = RunFolder(out or Path("runs") / f"{system_name}-{_name(source, paths)}")
     large = [name.replace("_", "-") for name in LARGE if hasattr(algorithm, name)]
+    copies = {name: path for name in getattr(module, "COPIES", ()) if (path := getattr(algorithm, name)) is not None}
     with folder.lock(), memory("this training", *large):
         _check_folder(folder, values, source, resume, overwrite)
-        with Trainer(folder, module, options, algorithm, source, spaces, values, resume) as trainer:
+        for path in copies.values():
+            if overwrite and Path(path).resolve().is_relative_to(folder.path.resolve()):
+                raise UsageError(f"{path} is in the folder that --overwrite would clear: choose another --out")
+        own = {name: str(folder.path / name) for name in copies if resume and (folder.path / name).exists()}
+        with Trainer(folder, module, options, replace(algorithm, **own), source, spaces, values, resume) as trainer:
+            for name in copies.keys() - own.keys():
+                folder.copy(copies[name], name)
             trainer.run()
     return folder.path
 

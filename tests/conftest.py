@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a process with more of them cannot fork
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run side by side
 
 import numpy as np
 import pytest

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,17 @@ def test_a_peer_is_timed_by_itself(capsys):
 def test_help_names_every_default():
     done = subprocess.run([sys.executable, "-m", "replaylab", "train", "bc", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "(default: 256 256)" in done.stdout and "--top-fraction" in done.stdout
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
+    root = Path(__file__).parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    module, function = project["scripts"]["replaylab"].split(":")
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    script = f"{path}; from {module} import {function}; sys.exit({function}())"
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "replaylab: stopped\n")
 
 
 def test_a_damaged_file_leaves_nothing(tmp_path, capsys, log):

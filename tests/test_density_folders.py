@@ -227,8 +227,11 @@ def test_mistakes_are_found_before_the_training(monkeypatch):
     }.items():
         with pytest.raises(UsageError, match=told[1]):
             density.fit(walk(600), "realnvp", device="cpu", **{wrong: told[0]})
-    with pytest.raises(UsageError, match="unknown density '3'"):
-        density.fit(walk(600), 3)
+    for kind in (3, ["kde"]):
+        with pytest.raises(UsageError, match="unknown density '"):
+            density.fit(walk(600), kind)
+    with pytest.raises(UsageError, match="a density is written to a folder named by its path, not int"):
+        density.fit(walk(600), "kde", 5)
     with pytest.raises(UsageError, match="a density is read from the folder that fit wrote with `out`, not dict"):
         density.score({}, walk(600))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_episodes
+from processes import Started
 from test_dice_foresight import SMALL as FORESEES
 from test_dice_foresight import endless
 from tiny_dice import TINY as TINY_DICE
@@ -61,18 +62,9 @@ def updates(name, path=None, steps=6):
     torch.save(found, path)
 
 
-def in_process(name, path, rank, port):
-    """A forked process that is one of two."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            updates(name, path)
-            status = 0
-        finally:
-            os._exit(status)
-    return pid
+def as_one_of_two(name, path, rank, port):
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    updates(name, path)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -81,8 +73,8 @@ def test_two_processes_learn_what_one_with_the_whole_batch_learns(name, tmp_path
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pids = [in_process(name, tmp_path / str(rank), rank, port) for rank in (0, 1)]
-    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    both = [Started(as_one_of_two, name, tmp_path / str(rank), rank, port) for rank in (0, 1)]
+    assert [process.wait(90) for process in both] == [0, 0]
     first, second = (torch.load(tmp_path / str(rank), weights_only=True) for rank in (0, 1))
     whole = updates(name)
     for key, value in whole.items():

@@ -329,6 +329,12 @@ def test_noise_that_makes_no_sense():
     for wrong in ({"action_scale": -1.0}, {"transition_rate": 1.5}, {"action_rate": float("nan")}):
         with pytest.raises(UsageError):
             Noise(**wrong)
+    for wrong in ("a", None, [0.1], np.ones(2), float("nan")):
+        with pytest.raises(UsageError, match="action_scale of noise must be a number, not"):
+            Noise(wrong)
+        with pytest.raises(UsageError, match="loc of noise must be a number, not"):
+            Noise(0.1, loc=wrong)
+    assert Noise(np.float32(0.5), loc=np.int64(1)) == Noise(0.5, loc=1)
     with pytest.raises(UsageError, match="action noise"):
         envs.make("CartPole-v1", noise=Noise(action_scale=0.1))
     for make in (envs.make, partial(envs.make_vec, num_envs=2)):

@@ -105,8 +105,13 @@ def test_columns_can_be_told_for_flat_arrays(tmp_path):
     e = load(write_npz(tmp_path / "x.npz", arrays), columns=told)
     assert e.observations.tolist() == c["observations"].tolist()
     assert e.offsets.tolist() == [0, 3, 6] and not e.terminated.any() and e.truncated.sum() == 2
+    again = load(tmp_path / "x.npz", columns={role: np.array(names) for role, names in told.items()})
+    assert again.observations.tolist() == e.observations.tolist()
     with pytest.raises(DataError, match="no column 'z'"):
         load(tmp_path / "x.npz", columns={"observations": "z"})
+    for wrong in (5, ["observations=x"], {"rewards": 3}, {"rewards": {"r": 1}}):
+        with pytest.raises(UsageError, match="columns takes names, such as"):
+            load(tmp_path / "x.npz", columns=wrong)
     with pytest.raises(DataError, match=r"no observations found: .*--columns observations=NAME"):
         load(tmp_path / "x.npz")
     with pytest.raises(UsageError, match="did you mean 'observations'"):

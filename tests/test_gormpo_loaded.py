@@ -166,3 +166,31 @@ def test_settings_that_trained_a_loaded_ensemble_are_refused(tmp_path):
     train_one("gormpo", out=second, resume=True, **settings | {"steps": 14})
     train_one("gormpo", out=tmp_path / "third", config=second / "config.yaml")
     assert RunFolder(tmp_path / "third").info()["status"] == "finished"
+
+
+def test_a_run_goes_on_without_the_folder_that_its_density_is_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    density.fit(make_log(), "kde", tmp_path / "d", device="cpu", centres=50)
+    settings = TINY | {"device": "cpu", "density_model": "d", "percentile": 5.0, "actor_lr_decay": False}
+    go = functools.partial(replaylab.train, "gormpo", make_log(), **settings)
+    whole = go(out="whole", steps=8)
+    first, second = go(out="first", steps=4), go(out="second", steps=4)
+    shutil.rmtree(second / "checkpoints")  # as if it had been killed before the first of them
+    shutil.rmtree("d")
+    density.fit(make_log(), "vae", "d", device="cpu", steps=5)  # another one under its name changes nothing
+    assert go(out=first, steps=8, resume=True) == first
+    shutil.rmtree("d")
+    go(out=second, steps=8, resume=True)
+    wanted = RunFolder(whole).weights()
+    for run in (first, second):
+        assert all(torch.equal(value, wanted[name]) for name, value in RunFolder(run).weights().items())
+        assert RunFolder(run).info()["findings"]["dynamics"]["density"]["tests"]
+        assert RunFolder(run).config()["density_model"] == "d"
+    assert replaylab.load_policy(first, seed=0).act([[0.0, 1.0]]).shape == (1, 1)
+    replaylab.report([first], "report.html")
+    with pytest.raises(UsageError, match="d is not a density folder"):
+        go(out="third")
+    given = settings | {"density_model": str(whole / "density_model")}
+    with pytest.raises(UsageError, match="is in the folder that --overwrite would clear"):
+        replaylab.train("gormpo", make_log(), out=whole, overwrite=True, **given)
+    assert replaylab.train("gormpo", make_log(), out="third", **given)

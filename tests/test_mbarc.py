@@ -301,6 +301,12 @@ def weights(path):
     return load_tensors(last / "weights.safetensors") | training
 
 
+@pytest.mark.parametrize("strategy", ["mbarc", "online"])
+def test_without_a_policy_there_is_a_film_too(tmp_path, strategy):
+    run_tiny(tmp_path / "run", ppo_updates=0, strategy=strategy)
+    assert (tmp_path / "run/media/dream.gif").read_bytes()[:4] == b"GIF8"
+
+
 def test_interrupted_anywhere_it_ends_the_same(tmp_path, monkeypatch, capsys):
     run_tiny(tmp_path / "whole", games=8)
     assert "world 2/2: collected 16 real steps, no game ended\n" in capsys.readouterr().err

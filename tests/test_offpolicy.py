@@ -449,6 +449,8 @@ def test_what_cannot_be_assessed_is_one_line(run):
     for wrong, told in {"train": "train must be the Episodes", "gamma": "gamma must be at least 0"}.items():
         with pytest.raises(UsageError, match=told):
             assess(out, log, device="cpu", budget=TINY, **{wrong: "x"})
+    with pytest.raises(UsageError, match=r"budget must be a replaylab\.offpolicy\.Budget, such as QUICK or FULL"):
+        assess(out, log, device="cpu", budget=5)
     with pytest.raises(UsageError, match="data is a path or a list of paths, not ndarray"):
         assess(out, log.observations, device="cpu")
     with pytest.raises(DataError, match="rewards holds NaN or infinity"):

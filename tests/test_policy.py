@@ -12,6 +12,7 @@ from conftest import make_episodes
 
 import replaylab
 from replaylab.algos import dt
+from replaylab.envs import Noise
 from replaylab.errors import UsageError
 from replaylab.evaluate import pick_device
 
@@ -114,6 +115,9 @@ def test_the_best_return_of_the_data_is_not_beyond_it(seed, capsys):
         ({"targets": "high"}, "a target must be a number"),
         ({"acting": {"alpha": [1]}}, "dt does not act by 'alpha'"),
         ({"acting": {"temperature": 1.0}}, "temperature changes nothing of what"),
+        ({"acting": 5}, "acting must be names with values, not 5"),
+        ({"acting": ["temperature"]}, "acting must be names with values, not"),
+        ({"noise": Noise}, r"noise must be a replaylab\.envs\.Noise, such as"),
     ],
 )
 def test_what_evaluation_does_not_take(run, given, told, monkeypatch):
@@ -144,6 +148,8 @@ def test_a_policy_takes_numpys_numbers_for_its_seed_and_one_target(run, log):
         replaylab.load_policy(run, target=[1.0, 2.0])
     with pytest.raises(UsageError, match="has no seed '0'; it has 0"):
         replaylab.load_policy(run, seed="0")
+    with pytest.raises(UsageError, match=r"has no seed array\(\[0, 1\]\); it has 0"):
+        replaylab.load_policy(run, seed=np.array([0, 1]))
     with pytest.raises(UsageError, match="the policy takes observations of shape"):
         replaylab.load_policy(run).act([[1.0, 2.0], [3.0]])
     with pytest.raises(UsageError, match="a run is named by the path of its folder, not NoneType"):

@@ -14,11 +14,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from processes import Started
 from sweeping import TINY, write
 
 import replaylab
@@ -31,39 +33,19 @@ from replaylab.sweep.queue import Queue
 from replaylab.trainer import Trainer
 
 
-class Forked:
-    """Stands for a subprocess, without importing torch again."""
-
-    def __init__(self, call, *arguments):
-        self.returncode = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                call(*arguments)
-                os._exit(0)
-            finally:
-                os._exit(1)
-
-    def poll(self):
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout=None):
-        _until(lambda: self.poll() is not None, timeout)
-        return self.returncode
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-    def terminate(self):
-        self.send_signal(signal.SIGTERM)
-
-
 @pytest.fixture
-def forked(monkeypatch):
-    monkeypatch.setattr(local, "_start", lambda queue, device, began: Forked(local.work, str(queue.folder), began))
+def quick(monkeypatch):
+    """Workers that need not import torch."""
+    monkeypatch.setattr(local, "_start", lambda queue, device, began: Started(local.work, str(queue.folder), began))
+
+
+def begin_late(folder):
+    """Train the first cell, after a while."""
+    queue, train = Queue(folder), Trainer.run
+    Trainer.run = lambda self: (time.sleep(2), train(self))  # in this process alone
+    (cell, *_) = queue.plan().cells
+    with queue.claim(cell):
+        queue.work(cell)
 
 
 def starts(folder, cell):
@@ -117,7 +99,7 @@ def assert_equal(first, second):
     assert ours.keys() == theirs.keys() and all((ours[k] == theirs[k]).all() for k in ours)
 
 
-def test_seeds_can_be_added_where_each_is_a_cell(place, forked):
+def test_seeds_can_be_added_where_each_is_a_cell(place, quick):
     one = {"datasets": ["one.npz"]}
     run(write(place, **one))
     with pytest.raises(UsageError, match=r"seeds was \[0, 1\], now \[0, 1, 2\]\): .*`split_seeds: true`.*rename"):
@@ -127,12 +109,12 @@ def test_seeds_can_be_added_where_each_is_a_cell(place, forked):
     assert starts(place / "sweeps" / "tiny", "bc-one-seed0") == ["started", "finished"]
 
 
-def test_an_interrupted_cell_is_resumed_and_ends_the_same(place, forked):
+def test_an_interrupted_cell_is_resumed_and_ends_the_same(place, quick):
     path = write(place, settings=TINY | {"steps": 3000, "log_every": 10}, datasets=["one.npz"])
-    process = Forked(run, path)
+    process = Started(run, path)
     metrics = place / "sweeps/tiny/bc-one/metrics.jsonl"
     _until(lambda: metrics.exists() and metrics.stat().st_size > 0)
-    process.send_signal(signal.SIGTERM)
+    process.terminate()
     process.wait(60)
     folder = place / "sweeps" / "tiny"
     assert starts(folder, "bc-one") == ["started", "interrupted"]
@@ -146,7 +128,7 @@ def test_an_interrupted_cell_is_resumed_and_ends_the_same(place, forked):
     assert_equal(folder / "bc-one", alone)
 
 
-def test_a_killed_worker_costs_its_cell_only(place, forked):
+def test_a_killed_worker_costs_its_cell_only(place, quick):
     path = write(
         place, systems=[{"system": "bc", "name": "long", "settings": {"steps": 10**7}, "datasets": ["one"]}, "bc"]
     )
@@ -171,7 +153,7 @@ def test_a_killed_worker_costs_its_cell_only(place, forked):
     assert killed() == "its process died (SIGKILL); see status/long-one.log"
 
 
-def test_a_sweep_that_was_killed_whole_goes_on(place, forked):
+def test_a_sweep_that_was_killed_whole_goes_on(place, quick):
     """Its last cell was begun by a process that is gone with its watcher."""
     path = write(place)
     run(path)
@@ -183,20 +165,14 @@ def test_a_sweep_that_was_killed_whole_goes_on(place, forked):
     assert last.name in run(path).finished and queue.state(last) == "finished"
 
 
-def test_a_cell_that_another_process_has_is_waited_for(place, forked, capfd):
+def test_a_cell_that_another_process_has_is_waited_for(place, quick, capfd):
     """As after a kill of the watcher alone: its worker trains on."""
     long = {"system": "bc", "name": "long", "datasets": ["one"]}
     path = write(place, systems=[long, {"system": "bc", "datasets": ["two"]}])
     queue, plan = Queue(place / "sweeps" / "tiny"), read_plan(path)
     queue.write(plan)
 
-    def orphan():
-        train = Trainer.run
-        Trainer.run = lambda self: (time.sleep(2), train(self))  # in this process alone
-        with queue.claim(plan.cells[0]):
-            queue.work(plan.cells[0])
-
-    other = Forked(orphan)
+    other = Started(begin_late, queue.folder)
     _until(lambda: queue.state(plan.cells[0]) == "running")
     found = run(path)
     assert found.finished == ["long-one", "bc-two"] and other.wait(60) == 0
@@ -212,7 +188,7 @@ def test_a_sweep_with_something_left_is_no_success(place, monkeypatch, capsys):
     assert main(["sweep", path, "--dry-run"]) == 0
 
 
-def test_what_has_ended_is_not_read_again(place, forked, monkeypatch):
+def test_what_has_ended_is_not_read_again(place, quick, monkeypatch):
     run(write(place))
     read = Counter()
     events, info = Queue.events, RunFolder.info
@@ -224,19 +200,19 @@ def test_what_has_ended_is_not_read_again(place, forked, monkeypatch):
     assert read["long-one"] > 5 * max(read["bc-one"], read["bc-two"])
 
 
-def test_two_sweeps_at_once_share_the_work(place, forked):
+def test_two_sweeps_at_once_share_the_work(place, quick):
     path = write(place, grid={"lr": [0.1, 0.01, 0.001]})
-    both = [Forked(run, path) for _ in range(2)]
+    both = [Started(run, path) for _ in range(2)]
     assert [p.wait(100) for p in both] == [0, 0]
     folder = place / "sweeps" / "tiny"
     cells = read_plan(path).cells
     assert len(cells) == 6 and all(starts(folder, c.name) == ["started", "finished"] for c in cells)
 
 
-def test_several_processes_share_a_device(place, forked):
+def test_several_processes_share_a_device(place, quick):
     path = write(place, systems=[{"system": "bc", "settings": {"steps": 10**7}}], budget=0.5)
     folder = place / "sweeps" / "tiny"
-    process = Forked(lambda: run(path, per_device=2))
+    process = Started(partial(run, path, per_device=2))
     _until(lambda: len(list(folder.glob("*/metrics.jsonl"))) == 2)
     pids = {json.loads(p.read_text().splitlines()[0])["pid"] for p in (folder / "status").glob("*.jsonl")}
     process.terminate()
@@ -250,7 +226,7 @@ def test_several_processes_share_a_device(place, forked):
         run(path, on="ray", per_device=2)
 
 
-def test_the_budget_ends_a_sweep_and_the_next_one_goes_on(place, forked):
+def test_the_budget_ends_a_sweep_and_the_next_one_goes_on(place, quick):
     long = {"system": "bc", "name": "long", "settings": {"steps": 10**7}, "datasets": ["one"]}
     plan = read_plan(write(place, systems=[long, "bc"], budget=0.03))
     queue = Queue(place / "sweeps" / "tiny")
@@ -261,7 +237,7 @@ def test_the_budget_ends_a_sweep_and_the_next_one_goes_on(place, forked):
     assert "left" in watch._line()
 
 
-def test_a_sweep_leaves_the_handler_of_sigterm_as_it_was(place, forked):
+def test_a_sweep_leaves_the_handler_of_sigterm_as_it_was(place, quick):
     def mine(number, frame):
         pass
 
@@ -327,7 +303,7 @@ def test_cells_learn_from_the_store_and_their_runs_name_the_paths(place, capfd):
     for name in ("one.npz", "three"):
         (place / name).rename(place / f"was-{name}")
     for cell, log in zip(plan.cells, (single, mix), strict=False):
-        assert Forked(cluster.do_cell, str(queue.folder), cell, str(place), log).wait(60) == 0
+        assert Started(cluster.do_cell, str(queue.folder), cell, str(place), log).wait(60) == 0
         assert queue.finished(cell) and RunFolder(queue.folder / cell.name).config()["data"] == cell.data
     assert_equal(queue.folder / plan.cells[1].name, alone)
 

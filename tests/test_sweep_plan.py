@@ -174,6 +174,11 @@ def test_a_mistake_is_one_line_that_names_the_place(place, change, told):
     assert not (place / "sweeps").exists()
 
 
+def test_a_plan_is_read_from_a_path():
+    with pytest.raises(UsageError, match="a sweep is named by the path of its file, not dict"):
+        run({"systems": ["bc"]})
+
+
 def test_a_sweep_can_read_data_as_load_can(place):
     taken = [*signature(replaylab.load).parameters][1:-1]  # but the paths, and the parts of a DQN-replay log
     assert {f.name for f in fields(Reading)} | {"columns"} == {*taken, *PART}
@@ -299,11 +304,24 @@ def test_time_is_guessed_from_earlier_runs_else_from_a_table(place):
     options, config = configured(cell)
     same = options | other | config | {"data": ["one.npz"], "seconds": 3.0}
     assert estimate(cell, [other, same], False) == (3.0, "the same run before")
+    in_size = (3.0, "earlier runs of bc with the same sizes, scaled by updates")
     for change in ({"lr": 1.0}, {"final_episodes": 1000}):
-        assert estimate(cell, [other, same | change], False)[0] == pytest.approx(8.0)
-    assert estimate(replace(cell, env="d4rl/hopper"), [other, same], False)[0] == pytest.approx(8.0)
+        assert estimate(cell, [other, same | change], False) == in_size
+    assert estimate(replace(cell, env="d4rl/hopper"), [other, same], False) == in_size
     short = other | {"steps": 1}  # most of it was its start
     assert estimate(cell, [short], False) == estimate(cell, [], False)
+
+
+def test_batches_and_widths_of_another_size_are_no_measure(place):
+    wide = {"batch_size": 64, "hidden": [512]}
+    cells = read_plan(write(place, datasets=["one.npz"], list=[{}, {"lr": 0.1}, wide])).cells
+    runs = [configured(cell)[1] | {"system": "bc", "seeds": [0, 1]} for cell in cells]
+    before = [runs[0] | {"seconds": 2.0}, runs[2] | {"seconds": 50.0, "steps": 10}]
+    assert [estimate(cell, before, False)[0] for cell in cells] == pytest.approx([2.0, 2.0, 100.0])
+    watch = Watch("tiny", Queue(place / "sweep"), cells, {cell.name: 1.0 for cell in cells}, 1)
+    for cell, seconds, told in ((cells[0], 2.0, [2.0, 2.0, 2.0]), (cells[2], 90.0, [2.0, 2.0, 90.0])):
+        watch._learn(cell, {"event": "finished", "seconds": seconds})
+        assert list(watch.seconds.values()) == told
 
 
 def test_every_system_has_a_time_and_what_is_not_known_is_said(place, monkeypatch):

@@ -16,6 +16,7 @@ A module may also have
     usual_preset(episodes)    the preset when the user names none
     SMALLER                   preset -> a smaller one, suggested to users without a GPU
     needs(config)             run folders that must exist before a run starts
+    COPIES                    fields of its Config that may name a folder: a run copies it, and resumes by the copy
     counters(config)          number of updates of a whole run by kind, where no single setting says it
 and an agent
     notes                     lines for the user

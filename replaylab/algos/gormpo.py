@@ -49,6 +49,7 @@ from replaylab.run import RunFolder
 from replaylab.step import Graph
 from replaylab.tensors import under
 
+COPIES = ("density_model",)
 SHOWN = 1500  # points of each kind in the support plot
 
 

@@ -187,12 +187,12 @@ class Agent(nn.Module):
             found += [
                 Phase("world", steps["world"], Numbers(), self.update_world, evaluates=False,
                       begin=self._begins_world(epoch), every=AVERAGED, hook=self.world_trainer.mean.follow,
-                      finish=lambda: self._finished("world")),
+                      finish=lambda: self.finish("world")),
                 Phase("reward", steps["reward"], Numbers(), self.update_reward, evaluates=False,
                       begin=self.begin_reward, every=AVERAGED, hook=self.reward_trainer.mean.follow,
-                      finish=lambda: self._finished("reward")),
+                      finish=lambda: self.finish("reward")),
                 Phase("policy", steps["policy"], Numbers(), self.update_policy,
-                      begin=self.begin_policy, every=1, hook=self.play, finish=self.finish_policy),
+                      begin=self.begin_policy, every=1, hook=self.play, finish=lambda: self.finish("policy")),
             ]  # fmt: skip
         return [phase for phase in found if phase.steps > 0]
 
@@ -333,8 +333,12 @@ class Agent(nn.Module):
         with memory("the policy", "agents", "ppo-minibatch"):
             return self.ppo.learn()
 
-    def finish_policy(self) -> dict[str, Any]:
-        found = self._finished("policy")
+    def finish(self, phase: str) -> dict[str, Any]:
+        """The findings of a phase; the last one of an epoch, which need not be the policy's, adds the film."""
+        found = self._finished(phase)
+        if phase != [name for name, steps in plan(self.config)[0].items() if steps][-1]:
+            return found
+        refresh(self.copy, self.world)
         scene = exciting_scene(self.copy, self.replay)
         made = film(scene, self.palette) if scene else None
         if scene and made is None:

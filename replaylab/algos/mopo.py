@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replaylab.algos import gormpo
-from replaylab.algos.gormpo import PRESETS, Agent, needs
+from replaylab.algos.gormpo import COPIES, PRESETS, Agent, needs
 from replaylab.config import knob
 from replaylab.models.density import KINDS
 from replaylab.models.penalty import DENSITY, ENSEMBLE
 
-__all__ = ["PRESETS", "Agent", "Config", "needs"]
+__all__ = ["COPIES", "PRESETS", "Agent", "Config", "needs"]
 
 
 @dataclass

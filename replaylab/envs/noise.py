@@ -7,8 +7,10 @@ seed, so an evaluation with given seeds always has the same noise, however many 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import gymnasium
@@ -35,9 +37,12 @@ class Noise:
     loc: float = 0.0
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise UsageError(f"{name} of noise must be a number, not {value!r}")
         for name in ("action", "transition"):
             scale, rate = getattr(self, f"{name}_scale"), getattr(self, f"{name}_rate")
-            if not 0 <= scale < np.inf:
+            if scale < 0:
                 raise UsageError(f"the scale of {name} noise must be at least 0, not {scale}")
             if not 0 <= rate <= 1:
                 raise UsageError(f"the rate of {name} noise is a probability, not {rate}")

@@ -65,6 +65,8 @@ def assess(
     agent, spaces, seeds = load_agent(folder, where)
     if not isinstance(train, Episodes | None):
         raise UsageError(f"train must be the Episodes that the run was trained on, not {type(train).__name__}")
+    if not isinstance(budget, Budget | None):
+        raise UsageError(f"budget must be a replaylab.offpolicy.Budget, such as QUICK or FULL, not {budget!r}")
     train = train if train is not None else _own_data(folder, needed=data is None)
     if data is None:
         episodes, sources = train, config.get("data")

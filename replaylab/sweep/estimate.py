@@ -86,6 +86,12 @@ def training_seconds(name: str, config: Mapping[str, Any], seeds: int, cuda: boo
     return spent / 1e3 * (1 if cuda else seeds)
 
 
+def sizes(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings on which an update's time may depend, such as batch sizes and widths: whole numbers that count no
+    updates."""
+    return {k: v for k, v in config.items() if type(v) in (int, list) and k not in UPDATE_MS.get(name, {})}
+
+
 def finished_before(folder: Path, results: Path, cuda: bool) -> list[dict[str, Any]]:
     """Configuration and seconds of the finished runs on the same kind of device: first those of exported result files
     (`report --export`), then those of this sweep and its neighbours."""
@@ -125,11 +131,13 @@ def estimate(cell: Cell, before: Sequence[dict[str, Any]], cuda: bool) -> tuple[
     if exact:
         return exact[-1]["seconds"], "the same run before"
     mine = training_seconds(cell.system, config, len(cell.seeds), cuda)
-    theirs = [(r["seconds"], training_seconds(cell.system, r, len(r.get("seeds") or [0]), cuda)) for r in alike]
-    # not from much shorter runs: most of their time is startup and evaluation, which do not grow with updates
-    scaled = sorted(seconds / n * mine for seconds, n in theirs if n and mine and n >= mine / 10)
-    if scaled:
-        return scaled[len(scaled) // 2], f"earlier runs of {cell.system}, scaled by updates"
+    alike_in_size = [r for r in alike if sizes(cell.system, config).items() <= r.items()]
+    for runs, which in ((alike_in_size, "the same sizes"), (alike, "other sizes")):
+        theirs = [(r["seconds"], training_seconds(cell.system, r, len(r.get("seeds") or [0]), cuda)) for r in runs]
+        # not from much shorter runs: most of their time is startup and evaluation, which do not grow with updates
+        scaled = sorted(seconds / n * mine for seconds, n in theirs if n and mine and n >= mine / 10)
+        if scaled:
+            return scaled[len(scaled) // 2], f"earlier runs of {cell.system} with {which}, scaled by updates"
     plain = training_seconds(cell.system, configured(replace(cell, settings={}))[1], len(cell.seeds), cuda)
     if cell.preset == "debug" and mine and plain:
         return DEBUG_SECONDS[cell.system] * mine / plain, "a debug run on two cores, scaled by updates"
@@ -147,6 +155,7 @@ class Watch(Progress):
         self.told = {cell.name: self._ends(cell) for cell in cells}
         self.ended = {cell.name: "finished" for cell in cells if queue.finished(cell)}  # their files are not read again
         self.left: Sequence[Cell] = cells
+        self.timed: list[tuple[Any, ...]] = []  # kinds of the cells that have ended
 
     def _ends(self, cell: Cell) -> int:
         return sum(e["event"] in ("finished", "failed") for e in self.queue.events(cell))
@@ -166,12 +175,15 @@ class Watch(Progress):
         self.update(self.total - len(left))
 
     def _learn(self, done: Cell, last: dict[str, Any]) -> None:
-        """Use the time that a cell took to correct the estimates for cells like it."""
+        """Use the time that a cell took to correct the estimates for cells like it, and for those of other sizes of
+        which none has ended."""
         if last["event"] != "finished":
             return
-        guessed = self.seconds[done.name]
+        guessed, ended = self.seconds[done.name], _kind(done)
+        self.timed.append(ended)
         for cell in self.cells:
-            if (cell.system, cell.preset) == (done.system, done.preset):
+            kind = _kind(cell)
+            if kind == ended or (kind[:2] == ended[:2] and kind not in self.timed):
                 known = self.seconds[cell.name]
                 self.seconds[cell.name] = last["seconds"] * (known / guessed if known and guessed else 1.0)
 
@@ -188,6 +200,10 @@ class Watch(Progress):
         bar = f"[{'#' * int(20 * share):20s}] " if self.live else ""
         told = f"{self.label} {bar}{self.done}/{count(self.total, 'cell')}  {sum(running)} running"
         return f"{told}{f'  {failed} failed' if failed else ''}  {together(rest, self.workers)} left"
+
+
+def _kind(cell: Cell) -> tuple[Any, ...]:
+    return cell.system, cell.preset, sizes(cell.system, configured(cell)[1])
 
 
 def together(seconds: Sequence[float | None], workers: int) -> str:

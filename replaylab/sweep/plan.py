@@ -134,6 +134,8 @@ class Plan:
 
 def read_plan(path: str | Path, per_device: int | None = None) -> Plan:
     """Read and check a sweep file. `per_device` overrides the file's value."""
+    if not isinstance(path, str | Path):
+        raise UsageError(f"a sweep is named by the path of its file, not {type(path).__name__}")
     values = read_yaml(path)
     _known(str(path), values, KEYS)
     name = _name(str(path), values, Path(path).stem)
@@ -300,8 +302,6 @@ def _dataset(where: str, entry: Any) -> dict[str, Any]:
             with _at(f"{where}: {path}", f" (looked for from {Path.cwd()}, where this is run)" if relative else ""):
                 detect(known)
     with _at(where):
-        if not all(isinstance(names, (str, list)) for names in columns.values()):
-            raise UsageError("columns takes names, such as {observations: [x1, x2], rewards: r}")
         check_columns(columns)
         resolve([Reading], [("options", {k: v for k, v in options.items() if k != "columns"})])
         _environment(check(Options, "env", entry.get("env")))

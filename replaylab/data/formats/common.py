@@ -54,10 +54,15 @@ def parse_columns(words: Iterable[str]) -> dict[str, list[str]]:
 
 def check_columns(columns: Mapping[str, str | Sequence[str]] | None) -> dict[str, list[str]]:
     """Roles that exist, each with a list of names. An empty list says: the file has none."""
-    for role in columns or {}:
+    columns = {} if columns is None else columns
+    if not isinstance(columns, Mapping) or any(
+        isinstance(names, Mapping) or not isinstance(names, Iterable) for names in columns.values()
+    ):
+        raise UsageError("columns takes names, such as {observations: [x1, x2], rewards: r}")
+    for role in columns:
         if role not in ROLES:
-            raise UsageError(f"no column role '{role}'{nearest(role, ROLES)}")
-    return {role: [names] if isinstance(names, str) else list(names) for role, names in (columns or {}).items()}
+            raise UsageError(f"no column role '{role}'{nearest(str(role), ROLES)}")
+    return {role: [names] if isinstance(names, str) else list(names) for role, names in columns.items()}
 
 
 # --- sizes: nothing is allocated before these agree with what lies on the disk
