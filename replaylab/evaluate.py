@@ -124,8 +124,11 @@ def _play(
 class Policy:
     """A trained policy for one seed of a run: observations in, actions out, as numpy arrays."""
 
-    def __init__(self, agent: Any, spaces: Spaces, device: torch.device, target: float | None = None):
+    def __init__(
+        self, agent: Any, spaces: Spaces, device: torch.device, target: float | None = None, step: int | None = None
+    ):
         self.agent, self.spaces, self.device, self.target = agent, spaces, device, target
+        self.step = step  # of training, at which it was saved
         self.state: Any = None
         self.batch = 0  # observations in the last call
 
@@ -241,7 +244,7 @@ def load_policy(
         raise UsageError("a policy aims for one target: load one policy for each")
     if target is not None:
         (target,) = _check_targets(agent, [target])
-    return Policy(agent, spaces, where, target)
+    return Policy(agent, spaces, where, target, folder.step)
 
 
 @torch.no_grad()

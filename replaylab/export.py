@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import replaylab
+from replaylab.algos import system
 from replaylab.config import write_whole
 from replaylab.errors import DataError, UsageError, require
 from replaylab.evaluate import Policy, load_policy
@@ -55,9 +56,11 @@ class Remembering(nn.Module):
         self.targets = policy.agent.targets if policy.target is None else [policy.target]
 
     def forward(self, observations: Tensor, rewards: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        # joined, because ONNX would repeat a single row of one of them; the cast makes PyTorch check for bytes
+        together = torch.cat([observations.flatten(1)[:, :1].float(), rewards[:, None], memory], 1)
         state = self.agent.begin(observations.shape[0], self.targets)
-        state.unpack(memory[None])
-        state.receive(rewards[None])
+        state.unpack(together[None, :, 2:])
+        state.receive(together[None, :, 1])
         actions, state = self.agent.act(observations[None], state)
         return actions[0], state.packed()[0]
 
@@ -77,12 +80,17 @@ def export(
     acting: other values for settings of how the policy acts, such as candidates=4, if its system has any.
     """
     folder = RunFolder(run).require()
+    if not isinstance(out, str | Path | None):
+        raise UsageError(f"a policy is exported to a file named by its path, not {type(out).__name__}")
     path = folder.path / "policy.pt2" if out is None else Path(out)
-    if path.suffix not in (".pt2", ".onnx"):
+    suffix = path.suffix.lower()
+    if suffix not in (".pt2", ".onnx"):
         raise UsageError(f"a policy is exported to a file that ends in .pt2 or .onnx, not to {path}")
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: name a file")
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} to write {path.name} into")
-    if path.suffix == ".onnx":
+    if suffix == ".onnx":
         for package in ("onnxscript", "onnxruntime"):
             require(package, "a policy in ONNX")
     policy = load_policy(run, seed, target=target, **acting)
@@ -90,29 +98,34 @@ def export(
     answers.eval().requires_grad_(False)
     steps, memory = _example(policy)
     expected, others = (_played(_numpy(answers), steps, memory, draws) for draws in (0, 1))
-    about = _about(folder, policy, seed, acting) | {"memory": memory[0].shape[1] if memory else 0}
+    if not np.isfinite(expected).all():
+        raise DataError("the policy answers with NaN or infinity")
+    about = _about(folder, policy, seed) | {"memory": memory[0].shape[1] if memory else 0}
     bar = Progress("export", 3, unit="stages")
     with _quiet():
         program = _traced(answers, [*steps[0], *memory])
         bar.update(1)
-        content, play = (_onnx if path.suffix == ".onnx" else _pt2)(program, answers, about)
+        content, play = (_onnx if suffix == ".onnx" else _pt2)(program, answers, about)
         bar.update(2)
     found = _played(play, steps, memory, 0)
     bar.erase()
-    _check(policy, expected, found, compared=path.suffix == ".pt2" or bool((expected == others).all()))
+    _check(policy, expected, found, compared=suffix == ".pt2" or bool((expected == others).all()))
     write_whole(path, content)
     return path
 
 
-def _about(run: RunFolder, policy: Policy, seed: int | None, acting: dict[str, Any]) -> dict[str, Any]:
-    spaces = policy.spaces
+def _about(run: RunFolder, policy: Policy, seed: int | None) -> dict[str, Any]:
+    agent, spaces, name = policy.agent, policy.spaces, run.system()
+    acting = [key for key in getattr(system(name), "ACTING", ()) if key not in getattr(agent, "idle", ())]
+    target = getattr(agent, "targets", []) if policy.target is None else [policy.target]
     return {
-        "system": run.system(),
-        "run": run.path.name,
+        "system": name,
+        "run": run.path.resolve().name,
         "seed": run.seeds()[0] if seed is None else int(seed),
+        "step": policy.step,
         "observation": spaces.seen,
         "actions": spaces.action_dim if spaces.discrete else {"low": spaces.action_low, "high": spaces.action_high},
-        "acting": acting,
+        "acting": {key: getattr(agent.config, key) for key in acting} | ({"target": target[0]} if target else {}),
         "replaylab": replaylab.__version__,
     }
 
@@ -133,6 +146,9 @@ def _traced(answers: Any, example: Sequence[np.ndarray]) -> torch.export.Exporte
             signature.input_specs.remove(spec)
             for held in (program.state_dict, program.constants):
                 held.pop(spec.target, None)
+    for part in program.graph_module.modules():
+        for node in getattr(getattr(part, "graph", None), "nodes", ()):
+            node.meta.pop("stack_trace", None)  # paths and lines of this machine
     program.graph_module.recompile()
     return program
 
@@ -145,12 +161,23 @@ def _pt2(program: torch.export.ExportedProgram, answers: Any, about: dict[str, A
 
 
 def _onnx(program: torch.export.ExportedProgram, answers: Any, about: dict[str, Any]) -> tuple[bytes, Play]:
+    import onnx_ir
     import onnxruntime
+    from onnxscript import opset18 as onnx
+
+    def silu_backward(flow: Any, x: Any) -> Any:  # ONNX has none, and the guidance of Diffusion-DICE needs it
+        gate = onnx.Sigmoid(x)
+        return flow * gate * (1.0 + x * (1.0 - gate))
 
     made = torch.onnx.export(
-        program, (), input_names=answers.inputs, output_names=answers.outputs, dynamo=True, verbose=False
-    )
+        program, (), input_names=answers.inputs, output_names=answers.outputs, dynamo=True, verbose=False,
+        custom_translation_table={torch.ops.aten.silu_backward.default: silu_backward},
+    )  # fmt: skip
     assert made is not None  # it is where no file is named
+    for value in (*made.model.graph.inputs, *made.model.graph.outputs):
+        value.shape = onnx_ir.Shape(["rows", *list(value.shape or [])[1:]])
+    for node in made.model.graph:
+        node.metadata_props.clear()  # where in our files it comes from
     made.model.metadata_props.update({name: json.dumps(value) for name, value in about.items()})
     content = made.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(content)

@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+import zipfile
 from functools import partial
 from importlib.util import find_spec
 
@@ -90,6 +91,7 @@ def test_choices_are_whole_numbers(suffix, tmp_path):
     [
         ("vectors", "pt2"),
         ("clone", "pt2"),
+        ("frames", "pt2"),
         *(pytest.param(kind, "onnx", marks=ONNX) for kind in ("vectors", "choices", "frames")),
     ],
 )
@@ -113,7 +115,11 @@ def test_a_memory_goes_in_and_comes_out(kind, suffix, tmp_path):
         actions, memory = play(seen, rewards, memory)
         np.testing.assert_allclose(actions, expected, atol=1e-5, err_msg=f"step {step}")
         rewards = np.array([0.5 * step, 1], np.float32)
-    memory = memory.copy()
+    if kind == "frames":  # of floats: another scale
+        with pytest.raises(Exception, match=r"uint8|Byte"):
+            play(seen.astype(np.float32) / 255, rewards, memory)
+    with pytest.raises(Exception, match=r"match|[Gg]uard"):  # one row is not repeated
+        play(seen, rewards[:1], memory)
     if kind != "clone":
         np.testing.assert_allclose(memory[:, -2], policy.state.asked[0])  # what is left of the target
 
@@ -141,6 +147,8 @@ def test_an_atari_policy(suffix, tmp_path):
     drawn = played(replaylab.export(run, tmp_path / f"d.{suffix}"))
     likeliest = played(replaylab.export(run, tmp_path / f"l.{suffix}", eval_temperature=0.0))
     assert len(set(drawn(seen)[0])) == 3
+    with pytest.raises(Exception, match=r"uint8|Byte"):  # of floats
+        drawn(seen[:2].astype(np.float32))
     assert set(likeliest(seen)[0]) == set(replaylab.load_policy(run, eval_temperature=0.0).act(seen))
 
 
@@ -162,7 +170,32 @@ def test_the_file_needs_no_replaylab_and_says_what_it_is(run):
         subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, check=True).stdout
     )
     assert shape == [5, 2] and about["system"] == "mopo" and about["seed"] == 3 and about["memory"] == 0
+    assert about["run"] == "run" and about["step"] == 5
     assert about["observation"] == [4] and len(about["actions"]["low"]) == 2
+
+
+@BOTH
+def test_nothing_tells_where_it_was_made(suffix, tmp_path):
+    run = trained("bc", make_episodes((30, 30)), tmp_path / "run")
+    file = replaylab.export(run, tmp_path / f"p.{suffix}").read_bytes()
+    parts = [file]
+    if suffix == "pt2":
+        with zipfile.ZipFile(tmp_path / "p.pt2") as archive:
+            parts = [archive.read(name) for name in archive.namelist()]
+    assert not any(word in part for part in parts for word in (b"forward(self", b"export.py", b"bc.py"))
+
+
+def test_how_it_acts_is_told(tmp_path):
+    log = make_episodes((30, 30), discrete=True)
+    run = trained("dt", log, tmp_path / "run", temperature=2.0)
+
+    def told(**given):
+        about = {"about.json": ""}
+        torch.export.load(replaylab.export(run, **given), extra_files=about)
+        return json.loads(about["about.json"])["acting"]
+
+    assert told() == {"temperature": 2.0, "top_k": 0, "target": 5.0}
+    assert told(target=np.float32(4), top_k=np.int64(1)) == {"temperature": 2.0, "top_k": 1, "target": 4.0}
 
 
 def test_weights_of_training_stay_behind(run):
@@ -198,6 +231,18 @@ def test_a_file_that_answers_otherwise_is_not_written(run, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+def test_a_policy_of_nan_is_not_written(run, tmp_path, monkeypatch):
+    module = importlib.import_module("replaylab.export")
+    policy = replaylab.load_policy(run)
+    policy.agent.sac.center.fill_(np.nan)
+    monkeypatch.setattr(module, "load_policy", lambda *args, **given: policy)
+    with pytest.raises(DataError, match="the policy answers with NaN or infinity"):
+        replaylab.export(run, tmp_path / "p.pt2")
+    (tmp_path / "d.pt2").mkdir()
+    with pytest.raises(UsageError, match="is a folder: name a file"):
+        replaylab.export(run, tmp_path / "d.pt2")
+
+
 def test_on_the_command_line(run, tmp_path, capsys):
     assert main(["export", str(run), "--out", str(tmp_path / "p.pt2"), "--seed", "4"]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'p.pt2'}\n"
@@ -212,6 +257,8 @@ def test_what_onnx_takes_is_said(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "given, message",
     [
+        ({"out": 1}, "a file named by its path, not int"),
+        ({"out": "."}, "ends in .pt2 or .onnx"),
         ({"out": "p.pth"}, "ends in .pt2 or .onnx, not to p.pth"),
         ({"out": "nowhere/p.pt2"}, "there is no folder nowhere"),
         ({"seed": 7}, "has no seed 7; it has 3, 4"),

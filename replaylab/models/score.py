@@ -67,14 +67,6 @@ def spread(x: Tensor, condition: Tensor) -> Tensor:
     return (x.view(members, groups, -1, width) + condition[:, :, None]).view(x.shape)
 
 
-def through_silu(flow: Tensor, x: Tensor) -> Tensor:
-    """The gradient in x, given that in silu(x)."""
-    if torch.compiler.is_exporting():  # to runtimes that do not have the operator
-        gate = torch.sigmoid(x)
-        return flow * gate * (1 + x * (1 - gate))
-    return torch.ops.aten.silu_backward(flow, x)
-
-
 class ScoreNet(nn.Module):
     """The score of the logged actions: a U-shaped residual network, 1.6 million parameters at the default width."""
 
@@ -181,7 +173,7 @@ class GuideNet(nn.Module):
         weights = [self.first.weight[:, : self.action], *(layer.get_parameter("weight") for layer in self.inner)]
         flow = self.last.weight.transpose(1, 2).expand_as(inputs[-1])
         for weight, x in zip(weights[::-1], inputs[::-1], strict=True):
-            flow = through_silu(flow, x) @ weight.transpose(1, 2)
+            flow = torch.ops.aten.silu_backward(flow, x) @ weight.transpose(1, 2)
         return flow
 
 
