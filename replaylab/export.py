@@ -1,6 +1,6 @@
 """A trained policy as one file that runs without replaylab: `.pt2` for PyTorch, `.onnx` for ONNX Runtime.
 
-    actions = policy(observations)                               any number of rows
+    actions = policy(observations)                               one row or more
     actions, memory = policy(observations, rewards, memory)      a policy with a memory; a row of zeros is a new episode
 
 The file is played back and held against the policy before it is written.
@@ -208,7 +208,7 @@ def _numpy(answers: Callable[..., Tensor | tuple[Tensor, ...]]) -> Play:
 
 
 def _example(policy: Policy) -> tuple[list[list[np.ndarray]], list[np.ndarray]]:
-    """What the policy is shown at each step, observations like those of its data, and its memory before."""
+    """What the policy is shown at each step, random numbers of the size of its data, and its memory before."""
     agent, rng, remembers = policy.agent, np.random.default_rng(0), hasattr(policy.agent, "begin")
     rows, count = (FEW, agent.config.context + 2) if remembers else (ROWS, 1)
     shape, steps = (rows, *policy.spaces.seen), []

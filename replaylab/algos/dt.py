@@ -7,7 +7,8 @@
 
 It is trained on all episodes, good and bad; a high target makes it act as in the good ones. `condition none` drops the
 return tokens, which leaves behaviour cloning with a memory. The same code serves vectors and Atari frames. The presets
-`gym` (the defaults), `atari` and `pong` carry the paper's numbers. The network itself is in models/gpt.py.
+`gym` (the defaults), `atari` and `pong` carry the paper's numbers. The network itself is in models/gpt.py,
+its memory while acting in dt_acting.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from replaylab.errors import UsageError, nearest
 from replaylab.evaluate import pick_device
 from replaylab.run import machine
 
-PARTS = ("foundation", "dt", "gormpo", "dice", "world", "mbarc")  # modules with CASES
+PARTS = ("foundation", "dt", "gormpo", "dice", "world", "mbarc", "exported")  # modules with CASES
 PEERS = ("sb3", "d3rlpy")  # modules with `against`, which times another library and ours
 
 
