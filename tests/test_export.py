@@ -92,8 +92,9 @@ def test_choices_are_whole_numbers(suffix, tmp_path):
     [
         ("vectors", "pt2"),
         ("clone", "pt2"),
+        ("choices", "pt2"),
         ("frames", "pt2"),
-        *(pytest.param(kind, "onnx", marks=ONNX) for kind in ("vectors", "choices", "frames")),
+        *(pytest.param(kind, "onnx", marks=ONNX) for kind in ("vectors", "frames")),
     ],
 )
 def test_a_memory_goes_in_and_comes_out(kind, suffix, tmp_path):
@@ -190,13 +191,10 @@ def test_how_it_acts_is_told(tmp_path):
     log = make_episodes((30, 30), discrete=True)
     run = trained("dt", log, tmp_path / "run", temperature=2.0)
 
-    def told(**given):
-        about = {"about.json": ""}
-        torch.export.load(replaylab.export(run, **given), extra_files=about)
-        return json.loads(about["about.json"])["acting"]
-
-    assert told() == {"temperature": 2.0, "top_k": 0, "target": 5.0}
-    assert told(target=np.float32(4), top_k=np.int64(1)) == {"temperature": 2.0, "top_k": 1, "target": 4.0}
+    path = replaylab.export(run, target=np.float32(4), top_k=np.int64(1))
+    about = {"about.json": ""}
+    torch.export.load(path, extra_files=about)
+    assert json.loads(about["about.json"])["acting"] == {"temperature": 2.0, "top_k": 1, "target": 4.0}
 
 
 def test_weights_of_training_stay_behind(run):
