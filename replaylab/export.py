@@ -97,7 +97,7 @@ def export(
     answers = Remembering(policy) if hasattr(policy.agent, "begin") else Memoryless(policy)
     answers.eval().requires_grad_(False)
     steps, memory = _example(policy)
-    expected, others = (_played(_numpy(answers), steps, memory, draws) for draws in (0, 1))
+    expected, others = (_played(_ours(policy), steps, [], draws) for draws in (0, 1))
     if not np.isfinite(expected).all():
         raise DataError("the policy answers with NaN or infinity")
     about = _about(folder, policy, seed) | {"memory": memory[0].shape[1] if memory else 0}
@@ -197,6 +197,12 @@ def _quiet() -> Iterator[None]:
 
 
 # --- playing back
+
+
+def _ours(policy: Policy) -> Play:
+    """The run's own way of acting, from the start of an episode."""
+    policy.reset()
+    return lambda *given: [policy.act(*given)]
 
 
 def _numpy(answers: Callable[..., Tensor | tuple[Tensor, ...]]) -> Play:

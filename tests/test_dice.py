@@ -12,6 +12,7 @@ from conftest import make_episodes
 from tiny_dice import TINY, make_agent
 
 from replaylab.algos import diffusion_dice as dice
+from replaylab.algos.diffusion_dice_acting import SHAPES_KEPT
 from replaylab.data.episodes import from_rows
 from replaylab.data.rewards import drifting_returns, name_of, tuned_rewards
 from replaylab.errors import DataError
@@ -383,7 +384,7 @@ def test_acting_follows_its_settings():
     assert torch.equal(act(), first) and torch.equal(act(guidance=4.0), first)  # the usual one
     for change in ({"guidance": 0.0}, {"candidates": 1}, {"solver_steps": 3}, {"solver_order": 1}):
         assert not torch.allclose(act(**change), first), change
-    assert torch.equal(act(), first) and len(agent.samplings) <= dice.SHAPES_KEPT
+    assert torch.equal(act(), first) and len(agent.samplings) <= SHAPES_KEPT
     assert agent.act(torch.randn(2, 7, 4))[0].shape == (2, 7, 2)  # another number of environments
 
 

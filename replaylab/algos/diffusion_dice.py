@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from replaylab.algos import Normalizer, Phase, Spaces, box_unit
-from replaylab.algos.diffusion_dice_acting import Sampling
+from replaylab.algos.diffusion_dice_acting import Sampling, sampling
 from replaylab.algos.diffusion_dice_foresight import Foresight
 from replaylab.algos.diffusion_dice_returns import UsualReturn
-from replaylab.algos.diffusion_dice_settings import ACTING, Config, idle_settings, returns_steps, usual_guidance
+from replaylab.algos.diffusion_dice_settings import ACTING as ACTING
 from replaylab.algos.diffusion_dice_settings import PRESETS as PRESETS
 from replaylab.algos.diffusion_dice_settings import SMALLER as SMALLER
+from replaylab.algos.diffusion_dice_settings import Config, idle_settings, returns_steps, usual_guidance
 from replaylab.data.episodes import Episodes
 from replaylab.data.rewards import name_of, tuned_rewards
 from replaylab.data.sample import Later, Numbered, Pair, Store, Transitions, left_out
@@ -45,7 +46,6 @@ from replaylab.models.termination import family, same_family
 from replaylab.run import RunFolder
 from replaylab.tensors import under
 
-SHAPES_KEPT = 4  # (batch size, acting settings) whose captured samplers are kept
 RETURNS_LR = 1e-3  # learning rate of the estimate b(s) of the data's return
 LOOKED_AT = 600  # actions of each kind in the plot of a bandit
 
@@ -311,14 +311,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        if torch.compiler.is_exporting():  # for batches of any size
-            return Sampling(self, observations.shape[1])(observations), state
-        key = (observations.shape[1], *(getattr(self.config, name) for name in ACTING))
-        if key not in self.samplings:
-            if len(self.samplings) >= SHAPES_KEPT:
-                del self.samplings[next(iter(self.samplings))]
-            self.samplings[key] = Sampling(self, observations.shape[1])
-        return self.samplings[key](observations), state
+        return sampling(self, observations.shape[1])(observations), state
 
     @torch.no_grad()
     def findings(self) -> dict[str, Any]:

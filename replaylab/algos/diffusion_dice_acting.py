@@ -7,10 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replaylab.algos.diffusion_dice_settings import ACTING
 from replaylab.models.score import guided_sample
 from replaylab.models.sdice import aggregated
 from replaylab.models.solver import plan
 from replaylab.step import Graph
+
+SHAPES_KEPT = 4  # (batch size, acting settings) whose captured samplers are kept
+
+
+def sampling(agent: Any, rows: int) -> Sampling:
+    """The agent's for so many rows and its acting settings of now."""
+    if torch.compiler.is_exporting():  # for any number of rows
+        return Sampling(agent, rows)
+    key = (rows, *(getattr(agent.config, name) for name in ACTING))
+    if key not in agent.samplings:
+        if len(agent.samplings) >= SHAPES_KEPT:
+            del agent.samplings[next(iter(agent.samplings))]
+        agent.samplings[key] = Sampling(agent, rows)
+    return agent.samplings[key]
 
 
 class Sampling:
