@@ -9,7 +9,7 @@ import torch
 
 from replaylab.data.frames import FrameReplay
 from replaylab.envs.atari_rgb import PALETTE
-from replaylab.models.world import Prediction
+from replaylab.models.world import Imagined, Prediction
 
 CPU = torch.device("cpu")
 
@@ -44,14 +44,23 @@ class Stub:
     def __init__(self, sure=3.0, rarity=(0.0, 0.0, 0.0)):
         self.sure, self.rarity = sure, torch.tensor(rarity)
 
-    def predict(self, frames, actions):
+    def look(self, frames):
+        return frames
+
+    def imagine(self, frames, actions):
         following = frames[:, -1] + actions[:, None, None].to(torch.uint8)
         going = torch.where(actions == 2, 0.1, 0.9)
-        reward = (actions == 1).long()
-        logits = self.sure * torch.nn.functional.one_hot(reward + 1, 3) + self.rarity
-        return Prediction(following, reward.float(), logits, 10.0 + 0 * going, going)
+        return Imagined(following, 10.0 + 0 * going, going, (frames, actions))
+
+    def reward_logits(self, frames, actions):
+        return self.sure * torch.nn.functional.one_hot((actions == 1).long() + 1, 3)
+
+    def predict(self, frames, actions):
+        told = self.imagine(frames, actions)
+        logits = self.reward_logits(*told.of_interest) + self.rarity
+        return Prediction(told.next_frame, (actions == 1).float(), logits, told.value, told.continues)
 
 
-def likeliest(told):
+def likeliest(reward, logits):
     """What a dream of the original pays."""
-    return told.reward
+    return reward

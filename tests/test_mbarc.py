@@ -151,7 +151,7 @@ def test_out_of_memory_names_the_setting(monkeypatch):
     world.begin()
     with pytest.raises(UsageError, match="world model: lower --world-batch or --hidden"):
         world.update({"step": torch.tensor([0])})
-    monkeypatch.setattr(agent.dream, "predict", burst)
+    monkeypatch.setattr(agent.dream, "look", burst)
     with pytest.raises(UsageError, match="lower --agents"):
         policy.hook(0)
     with pytest.raises(UsageError, match="there is too little memory for what the policy learns from: lower --agents"):
@@ -210,8 +210,9 @@ def test_policy_learns_from_the_dream_with_its_own_value_added_once():
     agent, env_id = make_agent(agents=3, from_start=1, rollout=4, fidelity="improved", dream_rewards="likeliest")
     phases = agent.phases(env_id)
     phases[0].begin()
-    stub = Stub()
-    agent.dream.predict = lambda frames, actions: stub.predict(frames, actions * 0 + 1)
+    stub = agent.dream.world = Stub()
+    imagine = stub.imagine
+    stub.imagine = lambda frames, actions: imagine(frames, actions * 0 + 1)
     phases[2].hook(0)
     assert agent.ppo.rewards.tolist() == [[1.0] * 3] * 4 and not agent.ppo.ended.any()
     assert torch.equal(agent.ppo.observations[-1], agent.dream.stacks)

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from replaylab.errors import UsageError
 from replaylab.models import bits as module
 from replaylab.models.bits import AttentionPool, cut_normal
-from replaylab.models.world import Norm, World, WorldShape, output_padding, refresh, snapshot, timing_signal
+from replaylab.models.layers import output_padding
+from replaylab.models.world import Norm, World, WorldShape, refresh, snapshot, timing_signal
 from replaylab.models.world_training import RewardTrainer, WorldTrainer
 
 
@@ -241,7 +242,7 @@ def test_the_trunk_step_by_step(monkeypatch):
     drawn = torch.randn(4, 16).sign()
     monkeypatch.setattr(world.bits, "draw", lambda layer: drawn)
     batch = make_batch(world)
-    value, x_mid, x_fin, *_ = world.features(batch["frames"], batch["actions"])
+    value, x_mid, x_fin, *_ = world.features(world.look(batch["frames"]), batch["actions"])
 
     def norm(layer, x):
         return F.instance_norm(x, weight=layer.weight, bias=layer.bias, eps=1e-6)
@@ -330,7 +331,8 @@ def test_the_parts_of_the_loss():
     parts = [found[name] for name in ("pixel", "value", "prior", "continue", "reward")]
     torch.testing.assert_close(found["loss"], sum(parts)) and found["loss"].isfinite()
     torch.manual_seed(0)
-    value = world.features(batch["frames"], batch["actions"], batch["next_frames"], torch.tensor(0.3)).value
+    sight = world.look(batch["frames"], train=True)
+    value = world.features(sight, batch["actions"], batch["next_frames"], torch.tensor(0.3)).value
     torch.testing.assert_close(found["value"], 0.01 * (value - batch["values"])[1:].square().sum() / 4)
     found["loss"].backward()
     missing = {name for name, p in world.named_parameters() if p.grad is None}

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,12 @@ from replaylab.data.frames import FrameReplay, Table
 from replaylab.errors import DataError, UsageError, require
 from replaylab.memory import memory
 from replaylab.models import reward
-from replaylab.models.dream import Dream, exciting_scene, film, hold_out, judge, real
+from replaylab.models.dream import Dream, Dreamt, exciting_scene, film, hold_out, judge, real
 from replaylab.models.world import World, WorldShape, refresh, snapshot
 from replaylab.models.world_training import AVERAGED, RewardTrainer, RunningMean, WorldTrainer
 from replaylab.page import count
 from replaylab.step import Graph
+from replaylab.streams import beside
 from replaylab.tensors import under
 
 ONLINE = True
@@ -178,7 +180,7 @@ class Agent(nn.Module):
         self.shown = self._zeros(max(epoch["reward"] for epoch in plan(config)), config.reward_batch)
         expected = config.dream_rewards == "expected" and not self.original
         self.dream = Dream(self.copy, self.replay, config.agents, config.rollout, config.from_start, expected)
-        self.dream_step = Graph(self._dream_step, self.device)
+        self.dreaming = Graph(self._dream_on, self.device)
         self.seen = torch.as_tensor(env.showing, device=self.device)  # of the real games
         self.chosen = self._zeros(config.games)
         self.choose = Graph(self._choose, self.device)
@@ -228,7 +230,7 @@ class Agent(nn.Module):
                 self.notes.append(f"the budget of {self.config.budget:,} real steps, resets included, is spent")
             self.replay.commit()
             if epoch > 0 and len(self.replay.fresh):
-                found["fresh"] = judge(self.copy, self.replay, self.replay.fresh, self.dream.pay)
+                found["fresh"] = judge(self.copy, self.replay, self.replay.fresh, self.dream.worth)
             self.held = hold_out(self.replay, self.held, before, self.config.held_out)
             self.log["world"].append({"epoch": epoch, "ledger": self.recorder.ledger} | found)
             self._lay_out()
@@ -316,18 +318,31 @@ class Agent(nn.Module):
         """Dream one rollout into PPO's storage."""
         self.policy_mean.follow(k)
         with memory("the dreams", "agents", "hidden"):
-            self.dream.reset()
-            for _ in range(self.config.rollout):
-                self.dream_step()
-            self.ppo.stop(self.dream.stacks)
+            self.dreaming()
         return {"dream_return": self.ppo.rewards.sum(0).mean()[None], "dream_ends": self.ppo.ended.mean()[None]}
 
-    def _dream_step(self) -> None:
-        actions = self.ppo.act(self.dream.stacks)
-        _, rewards, terminated, truncated, infos = self.dream.step(actions)
-        if self.original:  # adds the world model's value, though PPO bootstraps as well
-            rewards = rewards + infos["values"] * truncated
-        self.ppo.receive(rewards, terminated)
+    def _dream_on(self) -> None:
+        """While the world looks at a state, the policy is paid for the step before and chooses: neither fills a GPU."""
+        self.dream.reset()
+        dreamt: Dreamt | None = None
+        for _ in range(self.config.rollout):
+            choice = beside(partial(self._choose_on, dreamt), self.device)
+            sight = self.dream.look()
+            dreamt = self.dream.go_on(sight, choice())
+        assert dreamt is not None
+        self._receive(dreamt, last=True)
+        self.ppo.stop(self.dream.stacks)
+
+    def _choose_on(self, dreamt: Dreamt | None) -> Tensor:
+        if dreamt is not None:
+            self._receive(dreamt)
+        return self.ppo.act(self.dream.stacks)
+
+    def _receive(self, dreamt: Dreamt, last: bool = False) -> None:
+        rewards = self.dream.pay(dreamt)
+        if self.original and last:  # adds the world model's value, though PPO bootstraps as well
+            rewards = rewards + dreamt.told.value * ~dreamt.terminated
+        self.ppo.receive(rewards, dreamt.terminated)
 
     def update_policy(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         with memory("the policy", "agents", "ppo-minibatch"):
@@ -352,7 +367,7 @@ class Agent(nn.Module):
         means[phase].settle()
         if phase != "policy" and len(rows := self._steps(held=True)):
             refresh(self.copy, self.world)
-            found["held_out"] = {"episodes": self.held.tolist()} | judge(self.copy, self.replay, rows, self.dream.pay)
+            found["held_out"] = {"episodes": self.held.tolist()} | judge(self.copy, self.replay, rows, self.dream.worth)
         if phase != "world":  # the entry of `world` was started when collecting
             self.log[phase].append({})
         self.log[phase][-1] |= found

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, knob
 from replaylab.fuse import fused
 from replaylab.models.adam import adam, clipped_step
+from replaylab.models.layers import blocks
 
 
 @dataclass
@@ -114,14 +115,6 @@ class Heads(nn.Module):
         layers = self.policy, self.value  # one joint product is faster than two
         weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
         return F.linear(features, weight, bias)
-
-
-def blocks(x: Tensor, size: int) -> Tensor:
-    """(n, c, h, w) -> (n, size size c, h // size, w // size), channels last in memory: the pixels of a block become
-    channels, those beyond the last whole block are dropped."""
-    height, width = (length // size * size for length in x.shape[2:])
-    x = x[:, :, :height, :width].unflatten(3, (-1, size)).unflatten(2, (-1, size))
-    return x.permute(0, 2, 4, 3, 5, 1).contiguous().flatten(3).movedim(3, 1)  # through (n, h, w, size, size, c)
 
 
 def convolve(x: Tensor, layer: Any) -> Tensor:

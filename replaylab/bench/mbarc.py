@@ -34,7 +34,7 @@ def agent_of(device: torch.device) -> tuple[mbarc.Agent, str]:
         replay.add(0, int(rng.integers(ACTIONS)), float(rng.integers(-1, 2)), frame, False, False)
     replay.commit()
     agent.dream = Dream(agent.copy, replay, config.agents, config.rollout, config.from_start, expected=True)
-    agent.dream_step = Graph(agent._dream_step, device)
+    agent.dreaming = Graph(agent._dream_on, device)
     size = "x".join(map(str, agent.size))
     return agent, f"{config.agents} agents, {size}, {config.hidden} channels"
 

@@ -34,8 +34,7 @@ class Table:
     def draw(self, shape: int | tuple[int, ...]) -> Tensor:
         """Uniform with replacement, from the device's own generator: usable inside a captured graph."""
         size = (shape,) if isinstance(shape, int) else shape
-        where = torch.rand(size, device=self.rows.device, dtype=torch.float64) * self.count
-        return self.rows[where.long()]
+        return self.rows[torch.randint(1 << 62, size, device=self.rows.device) % self.count]
 
 
 class FrameReplay:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from replaylab.models.reward import convolve, linear
+from replaylab.models.layers import convolve, linear
 
 if TYPE_CHECKING:
     from replaylab.models.world import WorldShape

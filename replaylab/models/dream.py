@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from replaylab.data.frames import FrameReplay
 from replaylab.fuse import fused
 from replaylab.models.reward import confusion, expected, likeliest, precision_recall
-from replaylab.models.world import Prediction, World
+from replaylab.models.world import Imagined, Sight, World
 
 OVER = 0.5  # the game ends when the probability that it continues is below this
 NEAR = 8  # a pixel is nearly right if each of its intensities, 0 to 255, is off by at most this
@@ -41,6 +41,12 @@ def real(world: World, replay: FrameReplay, rows: Tensor) -> dict[str, Tensor]:
     return found | {"frames": pictures(found["frames"], world.colours, world.shape.pixels)}
 
 
+class Dreamt(NamedTuple):
+    told: Imagined
+    seen: Tensor  # the stacks after the step, also of games that ended with it
+    terminated: Tensor
+
+
 class Dream:
     def __init__(
         self,
@@ -56,7 +62,7 @@ class Dream:
         self.expected = expected  # pay the expected reward, not the most likely one
         device = replay.device
         compile = device.type == "cuda" if compile is None else compile
-        self.predict = fused(world.predict, compile)
+        self._look, self._go_on, self._pay = (fused(f, compile) for f in (self._sight, self._onward, self._worth))
         self.channels = 1 if world.shape.pixels == "palette" else 3
         shape = (world.shape.stack * self.channels, *replay.frames.shape[1:])
         self.stacks = torch.zeros((agents, *shape), dtype=torch.uint8, device=device)
@@ -92,18 +98,44 @@ class Dream:
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Observations, rewards, terminated, truncated, infos. The observations are a buffer that the next step
         overwrites."""
-        predicted = self.predict(self.stacks, actions)
-        newest = predicted.next_frame.view(self.num_envs, self.channels, *self.stacks.shape[2:])
+        dreamt = self.go_on(self.look(), actions)
+        truncated = (self.elapsed >= self.length).expand(self.num_envs) & ~dreamt.terminated
+        infos = {"final_obs": dreamt.seen, "values": dreamt.told.value}
+        return self.stacks, self.pay(dreamt), dreamt.terminated, truncated, infos
+
+    # a step in parts: the policy may choose while the world looks, and what a step pays can be found out later
+
+    @torch.no_grad()
+    def look(self) -> Sight:
+        return self._look()
+
+    @torch.no_grad()
+    def go_on(self, sight: Sight, actions: Tensor) -> Dreamt:
+        return self._go_on(sight, actions)
+
+    @torch.no_grad()
+    def pay(self, dreamt: Dreamt) -> Tensor:
+        return self._pay(*dreamt.told.of_interest)
+
+    def _sight(self) -> Sight:
+        return self.world.look(self.stacks)
+
+    def _onward(self, sight: Sight, actions: Tensor) -> Dreamt:
+        told = self.world.imagine(sight, actions)
+        newest = told.next_frame.view(self.num_envs, self.channels, *self.stacks.shape[2:])
         seen = torch.cat([self.stacks[:, self.channels :], newest], 1)
-        terminated = predicted.continues < OVER
+        terminated = told.continues < OVER
         self.stacks.copy_(torch.where(terminated[:, None, None, None], self._real(), seen))
         self.elapsed += 1
-        truncated = (self.elapsed >= self.length).expand(self.num_envs) & ~terminated
-        return self.stacks, self.pay(predicted), terminated, truncated, {"final_obs": seen, "values": predicted.value}
+        return Dreamt(told, seen, terminated)
 
-    def pay(self, told: Prediction) -> Tensor:
-        """The rewards of a prediction."""
-        return expected(told.reward_logits) if self.expected else told.reward
+    def _worth(self, first: Tensor, second: Tensor) -> Tensor:
+        logits = self.world.reward_logits(first, second)
+        return self.worth(likeliest(logits), logits + self.world.rarity)
+
+    def worth(self, reward: Tensor, logits: Tensor) -> Tensor:
+        """What a step pays whose likeliest reward and corrected logits these are."""
+        return expected(logits) if self.expected else reward
 
 
 # --- comparison with reality
@@ -128,10 +160,10 @@ def hold_out(replay: FrameReplay, held: np.ndarray, first: int, share: float) ->
 
 @torch.no_grad()
 def judge(
-    world: World, replay: FrameReplay, rows: np.ndarray, pay: Callable[[Prediction], Tensor], size: int = 64
+    world: World, replay: FrameReplay, rows: np.ndarray, worth: Callable[[Tensor, Tensor], Tensor], size: int = 64
 ) -> dict[str, Any]:
     """How well the models predict real steps. Rewards: confusion matrix (rows: actual -1, 0, 1; columns: predicted) and
-    the share of their variance that the dream's `pay` explains. Pixels, compared as colours: shares exactly right,
+    the share of their variance that the dream's `worth` explains. Pixels, compared as colours: shares exactly right,
     nearly right, and right if the last frame were repeated; of all pixels and of those that changed."""
     matrix = torch.zeros(3, 3, dtype=torch.int64, device=replay.device)
     counts = torch.zeros(7, dtype=torch.int64, device=replay.device)
@@ -146,7 +178,7 @@ def judge(
         found = (right, near, ~moved, moved, right & moved, near & moved, right.flatten(1).all(1))
         counts += torch.stack([which.sum() for which in found])
         matrix += confusion(predicted.reward, batch["rewards"])
-        error += (pay(predicted) - batch["rewards"]).square().sum()
+        error += (worth(predicted.reward, predicted.reward_logits) - batch["rewards"]).square().sum()
     *whole, moving, moving_right, moving_near, frames = counts.tolist()
     losses, _, gains = matrix.sum(1).tolist()
     spread = losses + gains - (gains - losses) ** 2 / len(rows)  # sum of squared distances from the mean reward

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from replaylab.errors import UsageError
+from replaylab.models.layers import convolve, linear, standardize
 
 # strategy -> updates of the head after each phase of the world model; `online` learns within that phase instead
 UPDATES = {"online": 0, "class-balanced": 450, "square-root": 475, "progressive": 1000, "mbarc": 1500}
@@ -258,21 +258,3 @@ class FramesHead(nn.Module):
         x = torch.relu(convolve(third, 2 * x * linear(self.action, action)[..., None, None].sigmoid()))
         hidden = torch.relu(linear(self.layers[0], x.flatten(1)))
         return linear(self.layers[2], F.dropout(hidden, 0.3, train)).float()
-
-
-# --- layers that compute in the precision of their input; the weights may be stored in another
-
-
-def linear(layer: Any, x: Tensor) -> Tensor:
-    return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
-
-
-def convolve(layer: Any, x: Tensor) -> Tensor:
-    return F.conv2d(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype), layer.stride, layer.padding)
-
-
-def standardize(x: Tensor, eps: float = 1e-5) -> Tensor:
-    """Instance normalisation in plain operations, which the compiler can fuse with their neighbours."""
-    wide = x.float()
-    variance, mean = torch.var_mean(wide, (2, 3), correction=0, keepdim=True)
-    return ((wide - mean) * (variance + eps).rsqrt()).to(x.dtype)

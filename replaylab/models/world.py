@@ -15,6 +15,7 @@ heads and positions interleaved, a value weight of 1, no continue head.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,17 +26,11 @@ from torch.nn import functional as F
 
 from replaylab.errors import UsageError
 from replaylab.models.bits import Bits, modulated
-from replaylab.models.reward import (
-    HEADS,
-    FramesHead,
-    MbarcHead,
-    SimpleHead,
-    convolve,
-    focal_loss,
-    likeliest,
-    linear,
-    standardize,
-)
+from replaylab.models.layers import convolve, linear, standardize, unfold
+from replaylab.models.reward import HEADS, FramesHead, MbarcHead, SimpleHead, focal_loss, likeliest
+
+if KERNELS := torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+    from replaylab.models.world_kernel import likeliest_colours
 
 DROPOUT, MIDDLE_DROPOUT = 0.15, 0.5
 LOSS_FLOOR = 0.03  # a pixel predicted this well adds no loss
@@ -95,12 +90,28 @@ class Prediction(NamedTuple):
     continues: Tensor  # (batch,) probability that the game continues
 
 
+class Sight(NamedTuple):
+    """What the encoder makes of the frames; the action comes later."""
+
+    seen: Tensor  # (batch, height, width, 3 stack), standardised colours
+    x: Tensor  # (batch, wide, h, w), the coarsest map
+    skips: list[Tensor]  # the finer ones, the finest first
+
+
+class Imagined(NamedTuple):
+    """A prediction without its reward."""
+
+    next_frame: Tensor
+    value: Tensor
+    continues: Tensor
+    of_interest: tuple[Tensor, Tensor]  # what the reward head reads
+
+
 class Features(NamedTuple):
     value: Tensor  # (batch,)
     x_mid: Tensor  # (batch, wide, h, w), after action and bits
     x_fin: Tensor  # (batch, hidden, height, width)
     prior_loss: Tensor  # scalar; 0 in dreams
-    seen: Tensor  # (batch, height, width, 3 stack), standardised colours of the frames
     action: Tensor  # (batch, actions), one-hot
 
 
@@ -175,30 +186,31 @@ class World(nn.Module):
     @torch.no_grad()
     def predict(self, frames: Tensor, actions: Tensor) -> Prediction:
         """One step of a dream: frames (batch, stack, h, w), or (batch, 3 stack, h, w) in rgb; actions (batch,)."""
-        found = self.features(frames, actions)
-        following = self._frame(self._pixel_logits(found.x_fin))
-        logits = self.reward_logits(*self._of_interest(found, following))
-        return Prediction(
-            following,
-            likeliest(logits),
-            logits + self.rarity,
-            found.value,
-            self._going(found).sigmoid(),
-        )
+        told = self.imagine(self.look(frames), actions)
+        logits = self.reward_logits(*told.of_interest)
+        return Prediction(told.next_frame, likeliest(logits), logits + self.rarity, told.value, told.continues)
+
+    @torch.no_grad()
+    def imagine(self, sight: Sight, actions: Tensor) -> Imagined:
+        """The same in parts, of which some can run beside others: `look`, this, and `reward_logits`."""
+        found = self.features(sight, actions)
+        following = self._told(found.x_fin)
+        going = self._going(found).sigmoid()
+        return Imagined(following, found.value, going, self._of_interest(sight.seen, found, following))
 
     @torch.no_grad()
     def tell(self, frames: Tensor, actions: Tensor) -> Tensor:
         """Only the predicted next frame."""
-        return self._frame(self._pixel_logits(self.features(frames, actions).x_fin))
+        return self._told(self.features(self.look(frames), actions).x_fin)
 
     @torch.no_grad()
     def reward_features(self, frames: Tensor, actions: Tensor, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The two inputs of the reward head. For a head that reads frames, `told` is the predicted next one."""
         if told is None:
-            found = self.features(frames, actions)
+            found = self.features(self.look(frames), actions)
             return found.x_mid, found.x_fin
-        seen, action = self._look(frames, actions)
-        return torch.cat([seen, self._standard(told)], 3), action
+        seen = self._standard(frames)
+        return torch.cat([seen, self._standard(told)], 3), self._one_hot(actions)
 
     def reward_logits(self, first: Tensor, second: Tensor, train: bool = False) -> Tensor:  # (batch, 3)
         return self.reward(first, second, train)
@@ -217,7 +229,8 @@ class World(nn.Module):
         """Scalars `loss` and its parts, `accuracy` (share of pixels exactly right), and the predicted `next_frame`.
 
         The reward head is trained only if there is a target (`online`), with the focal loss if there are weights."""
-        found = self.features(frames, actions, next_frame, epsilon)
+        sight = self.look(frames, train=True)
+        found = self.features(sight, actions, next_frame, epsilon)
         logits = self._pixel_logits(found.x_fin).float()
         target = self._pixels_last(next_frame).long()
         surprise = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
@@ -230,7 +243,8 @@ class World(nn.Module):
         if self.going is not None:
             parts["continue"] = F.binary_cross_entropy_with_logits(self._going(found), continue_target.float())
         if reward_target is not None:
-            answer = self.reward_logits(*self._of_interest(found, self._frame(logits.detach())), train=True)
+            read = self._of_interest(sight.seen, found, self._frame(logits.detach()))
+            answer = self.reward_logits(*read, train=True)
             classes = reward_target.long() + 1
             plain = class_weights is None
             parts["reward"] = F.cross_entropy(answer, classes) if plain else focal_loss(answer, classes, class_weights)
@@ -240,14 +254,18 @@ class World(nn.Module):
 
     # --- the trunk
 
+    def look(self, frames: Tensor, train: bool = False) -> Sight:
+        seen = self._standard(frames)
+        return Sight(seen, *self._encode(seen, train or self.original))
+
     def features(
-        self, frames: Tensor, actions: Tensor, next_frame: Tensor | None = None, epsilon: Tensor | None = None
+        self, sight: Sight, actions: Tensor, next_frame: Tensor | None = None, epsilon: Tensor | None = None
     ) -> Features:
         """With the next frame (training), the bits are read from it; without (dreams), the prior draws them."""
         drop = next_frame is not None or self.original
-        seen, one_hot = self._look(frames, actions)
+        seen, x, skips = sight
+        one_hot = self._one_hot(actions)
         at_bottom, *at_ups, at_posterior = linear(self.action, one_hot).split(self.places, 1)
-        x, skips = self._encode(seen, drop)
         # the original does not detach: there the value's gradient is hundreds of times that of the pixels
         value = linear(self.value, (x if self.original else x.detach()).flatten(1))[:, 0].float()
         x = modulated(x, at_bottom)
@@ -257,16 +275,15 @@ class World(nn.Module):
         else:
             real = self.bits.posterior(seen, self._standard(next_frame), at_posterior, self.timing(0))
             loss, x = self.bits.prior_loss(x, real), self.bits.mix(x, real, drawn, epsilon).to(x.dtype)
-        return Features(value, x, self._decode(x, skips, at_ups, drop), loss, seen, one_hot)
+        return Features(value, x, self._decode(x, skips, at_ups, drop), loss, one_hot)
 
-    def _look(self, frames: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        seen = self._standard(frames)
-        return seen, F.one_hot(actions.long(), self.shape.actions).to(seen.dtype)
+    def _one_hot(self, actions: Tensor) -> Tensor:
+        return F.one_hot(actions.long(), self.shape.actions).to(self.compute)
 
-    def _of_interest(self, found: Features, predicted: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_interest(self, seen: Tensor, found: Features, predicted: Tensor) -> tuple[Tensor, Tensor]:
         """The two inputs of the reward head: frames (with the predicted one) and action, or feature maps."""
         if self.shape.reward_head == "frames":
-            return torch.cat([found.seen, self._standard(predicted)], 3), found.action
+            return torch.cat([seen, self._standard(predicted)], 3), found.action
         return found.x_mid, found.x_fin
 
     def _encode(self, seen: Tensor, drop: bool) -> tuple[Tensor, list[Tensor]]:
@@ -326,19 +343,15 @@ class World(nn.Module):
     def _pixels_last(self, frame: Tensor) -> Tensor:
         return frame if self.shape.pixels == "palette" else frame.permute(0, 2, 3, 1)
 
+    def _told(self, x_fin: Tensor) -> Tensor:
+        """The likeliest next frame."""
+        if KERNELS and x_fin.is_cuda and self.shape.pixels == "palette" and self.shape.palette in (64, 128, 256):
+            return likeliest_colours(x_fin, self.pixels.weight.to(x_fin.dtype), self.pixels.bias)
+        return self._frame(self._pixel_logits(x_fin))
+
     def _frame(self, logits: Tensor) -> Tensor:
         frame = logits.argmax(-1).to(torch.uint8)
         return frame if self.shape.pixels == "palette" else frame.permute(0, 3, 1, 2)
-
-
-def output_padding(size: torch.Size, wanted: torch.Size) -> list[int]:
-    """What a transposed convolution that doubles the size must add to reach the wanted size."""
-    return [w - 2 * s for s, w in zip(size, wanted, strict=True)]
-
-
-def unfold(layer: Any, x: Tensor, size: torch.Size) -> Tensor:
-    weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
-    return F.conv_transpose2d(x, weight, bias, 2, 1, output_padding(x.shape[2:], size))
 
 
 def snapshot(world: World) -> World:
