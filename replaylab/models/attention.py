@@ -17,12 +17,12 @@ LONGEST = 128  # tokens whose weights fit on the chip
 SIZES = (16, 32, 64, 128)  # of a head
 
 
-def _hopper() -> bool:
+def hopper() -> bool:
     found = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
     return found and torch.cuda.get_device_capability()[0] == 9
 
 
-if WINDOWS := _hopper():  # here, so that torch.compile need not look
+if WINDOWS := hopper():  # here, so that torch.compile need not look
     from replaylab.models.attention_kernel import window_attention
 
 

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from replaylab.models.attention import hopper
 from replaylab.models.layers import convolve, linear
 
+if KERNELS := hopper():  # here, so that torch.compile need not look
+    from replaylab.models import bits_kernel
 if TYPE_CHECKING:
     from replaylab.models.world import WorldShape
 
@@ -124,31 +127,47 @@ class Bits(nn.Module):
         words = linear(self.byte_in, F.one_hot(bytes_[:, :-1], 256).to(kind))
         inputs = torch.cat([first[:, None], F.dropout(words, PRIOR_DROPOUT)], 1)  # (batch, bytes, memory)
         inward = F.linear(inputs, cell.weight_ih.to(kind), (cell.bias_ih + cell.bias_hh).to(kind))
-        memory, back, states = memory.float(), cell.weight_hh.t().to(kind), []
-        for gates in inward.unbind(1):
-            hidden, memory = lstm(torch.addmm(gates, hidden, back), memory)
-            states.append(hidden)
-        logits = linear(self.byte_out, F.dropout(torch.stack(states, 1), PRIOR_DROPOUT))
+        run = bits_kernel.lstm_states if KERNELS and layer.is_cuda else lstm_states
+        states = run(inward, hidden, memory, cell.weight_hh.to(kind))
+        logits = linear(self.byte_out, F.dropout(states, PRIOR_DROPOUT))
         return F.cross_entropy(logits.flatten(0, 1).float(), bytes_.flatten())
 
     @torch.no_grad()
     def draw(self, layer: Tensor) -> Tensor:  # (batch, bits) of -1 and 1
-        gates, memory, table, both, offset = self._begin(layer)
         noise = torch.rand(self.read.out_features // 8, len(layer), 256, device=layer.device)
         gumbel = -(-noise.clamp(1e-20).log()).clamp(1e-20).log()  # argmax(logits + Gumbel noise) is a sample
-        drawn = []
-        for extra in gumbel:
-            hidden, memory = lstm(gates, memory)
-            logits, onward = torch.addmm(offset, hidden, both.t()).split([256, len(both) - 256], 1)
-            drawn.append((logits.float() + extra).argmax(1))
-            gates = table[drawn[-1]] + onward
-        return self.unpack(torch.stack(drawn, 1))
+        run = bits_kernel.draw_bytes if KERNELS and layer.is_cuda else draw_bytes
+        return self.unpack(run(*self._begin(layer), gumbel))
 
     def pack(self, bits: Tensor) -> Tensor:  # (batch, bits) booleans -> (batch, bytes), the lowest bit first
         return (bits.unflatten(1, (-1, 8)) * self.powers).sum(2)
 
     def unpack(self, bytes_: Tensor) -> Tensor:
         return torch.where(bytes_[..., None] & self.powers > 0, 1.0, -1.0).flatten(1)
+
+
+# --- the LSTM over bytes; on Hopper GPUs in one kernel, for every step is too small for one of its own
+
+
+def lstm_states(inward: Tensor, hidden: Tensor, memory: Tensor, weight: Tensor) -> Tensor:
+    """Hidden states (batch, steps, n) from what the inputs add to the gates (batch, steps, 4 n), the first hidden and
+    cell state (batch, n) and the recurrent weights."""
+    memory, states = memory.float(), []
+    for gates in inward.unbind(1):
+        hidden, memory = lstm(torch.addmm(gates, hidden, weight.t()), memory)
+        states.append(hidden)
+    return torch.stack(states, 1)
+
+
+def draw_bytes(gates: Tensor, memory: Tensor, table: Tensor, both: Tensor, offset: Tensor, noise: Tensor) -> Tensor:
+    """(batch, steps) bytes, by noise (steps, batch, 256) and what `Bits._begin` makes."""
+    drawn = []
+    for extra in noise:
+        hidden, memory = lstm(gates, memory)
+        logits, onward = torch.addmm(offset, hidden, both.t()).split([256, len(both) - 256], 1)
+        drawn.append((logits.float() + extra).argmax(1))
+        gates = table[drawn[-1]] + onward
+    return torch.stack(drawn, 1)
 
 
 def lstm(gates: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
