@@ -33,6 +33,7 @@ from replaylab.algos.mbarc_settings import Config
 from replaylab.config import changed, without_effect
 from replaylab.data.frames import FrameReplay, Table
 from replaylab.errors import DataError, UsageError, require
+from replaylab.fuse import fused
 from replaylab.memory import memory
 from replaylab.models import reward
 from replaylab.models.dream import Dream, Dreamt, exciting_scene, film, hold_out, judge, real
@@ -177,6 +178,7 @@ class Agent(nn.Module):
         self.held = np.zeros(0, np.int64)  # held-out episodes: they measure the models and never train them
         self.windows = Table(config.games * rows, self.device)
         self.walk = {name: self._zeros(batch) for name in ("rows", "left", "limit")}
+        self.walk_on = fused(self._walk_on, self.device.type == "cuda")
         self.shown = self._zeros(max(epoch["reward"] for epoch in plan(config)), config.reward_batch)
         expected = config.dream_rewards == "expected" and not self.original
         self.dream = Dream(self.copy, self.replay, config.agents, config.rollout, config.from_start, expected)
@@ -271,20 +273,24 @@ class Agent(nn.Module):
                     self.world.rarity.copy_(-self.reward_trainer.class_weights.log())
 
     def update_world(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        with memory("the world model", "world-batch", "hidden"):
+            batch = self.walk_on()
+            trainer = self.world_trainer
+            found = trainer.update_teacher(batch) if self.longest == 1 else trainer.update(batch)
+        self.trained += 1
+        return found
+
+    def _walk_on(self) -> dict[str, Tensor]:
+        """The next step of each sequence."""
         walk, replay = self.walk, self.replay
         first = walk["left"] == 0
         drawn = self.windows.draw(len(first))
         rows = torch.where(first, drawn, walk["rows"])
         left = torch.where(first, torch.minimum(walk["limit"], replay.ahead[drawn]), walk["left"])
-        with memory("the world model", "world-batch", "hidden"):
-            batch = real(self.world, self.replay, rows) | {"first": first}
-            trainer = self.world_trainer
-            found = trainer.update_teacher(batch) if self.longest == 1 else trainer.update(batch)
         walk["rows"].copy_(rows + 1)
         walk["left"].copy_(left - 1)
         walk["limit"].masked_fill_(first, self.longest)
-        self.trained += 1
-        return found
+        return real(self.world, replay, rows) | {"first": first}
 
     # --- the reward model
 

@@ -137,7 +137,7 @@ class WorldTrainer:
             else Adafactor(world.parameters(), max_norm=max_norm, compile=compile)
         }
         self.loss: Callable[..., dict[str, Tensor]] = fused(world.world_loss, compile)
-        self.corrupt: Callable[..., Tensor] = fused(corrupted, compile)
+        self.enter, self.leave = fused(self._enter, compile), fused(self._leave, compile)
         palette = world.shape.pixels == "palette"
         self.channels, self.values = (1, world.shape.palette) if palette else (3, 256)
         self.done = torch.zeros((), device=self.device)  # updates so far
@@ -151,23 +151,33 @@ class WorldTrainer:
 
     def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """One step along the sequences; metrics of shape (1,)."""
-        frames, channels = batch["frames"], self.channels
-        if self.context is None or self.context.shape != frames.shape:
-            self.context = torch.zeros_like(frames)
-        first = batch["first"][:, None, None, None]
-        context = torch.where(first, self._noisy(frames), self.context)
-        epsilon = truth_share(self.done - self.done % self.rollout, self.decay)
+        if self.context is None or self.context.shape != batch["frames"].shape:
+            self.context = torch.zeros_like(batch["frames"])
+        context, epsilon = self.enter(batch["frames"], batch["first"], self.context)
         found = self._learn(context, batch, epsilon)
-        own, true = (f.reshape(len(f), channels, *f.shape[-2:]) for f in (found["next_frame"], batch["next_frames"]))
-        keep_true = torch.rand(len(first), 1, 1, 1, device=self.device) < epsilon
-        newest = self._noisy(torch.where(keep_true, true, own))
-        self.context.copy_(torch.cat([context[:, channels:], newest], 1))
+        self.context.copy_(self.leave(context, found["next_frame"], batch["next_frames"], epsilon))
         return self._metrics(found, epsilon)
 
     def update_teacher(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """One update on true frames only, which need no sequence."""
-        epsilon = truth_share(self.done - self.done % self.rollout, self.decay)
-        return self._metrics(self._learn(self._noisy(batch["frames"]), batch, epsilon), epsilon)
+        context, epsilon = self.enter(batch["frames"])
+        return self._metrics(self._learn(context, batch, epsilon), epsilon)
+
+    def _enter(
+        self, frames: Tensor, first: Tensor | None = None, context: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The frames that the model sees, noisy, and scheduled sampling's epsilon."""
+        seen = self._noisy(frames)
+        if first is not None and context is not None:
+            seen = torch.where(first[:, None, None, None], seen, context)
+        return seen, truth_share(self.done - self.done % self.rollout, self.decay)
+
+    def _leave(self, context: Tensor, own: Tensor, true: Tensor, epsilon: Tensor) -> Tensor:
+        """The same for the next step: the newest frame is the true one or the model's own."""
+        own, true = (f.reshape(len(f), self.channels, *f.shape[-2:]) for f in (own, true))
+        keep_true = torch.rand(len(own), 1, 1, 1, device=self.device) < epsilon
+        newest = self._noisy(torch.where(keep_true, true, own))
+        return torch.cat([context[:, self.channels :], newest], 1)
 
     def step(
         self,
@@ -189,7 +199,7 @@ class WorldTrainer:
         return self.update(batch | {"frames": window[:, :seen], "next_frames": following, "first": first})
 
     def _noisy(self, frames: Tensor) -> Tensor:
-        return self.corrupt(frames, self.noise, self.channels, self.values)
+        return corrupted(frames, self.noise, self.channels, self.values)
 
     def _learn(self, context: Tensor, batch: dict[str, Tensor], epsilon: Tensor) -> dict[str, Tensor]:
         optimizer = self.optimizers["world"]
