@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+
+Found = TypeVar("Found")
 
 
-def beside(body: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+def beside(body: Callable[[], Found], device: torch.device) -> Callable[[], Found]:
     """Begin a computation while the caller goes on; call what is returned for its result. It may be captured. On a CPU
     it is simply done."""
     if device.type != "cuda":
@@ -20,7 +22,7 @@ def beside(body: Callable[[], Tensor], device: torch.device) -> Callable[[], Ten
     with torch.cuda.stream(other):
         found = body()
 
-    def result() -> Tensor:
+    def result() -> Found:
         main.wait_stream(other)
         return found
 

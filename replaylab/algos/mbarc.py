@@ -274,17 +274,16 @@ class Agent(nn.Module):
 
     def update_world(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         with memory("the world model", "world-batch", "hidden"):
-            batch = self.walk_on()
+            batch = self.walk_on(self.windows.draw(len(self.walk["left"])))
             trainer = self.world_trainer
             found = trainer.update_teacher(batch) if self.longest == 1 else trainer.update(batch)
         self.trained += 1
         return found
 
-    def _walk_on(self) -> dict[str, Tensor]:
-        """The next step of each sequence."""
+    def _walk_on(self, drawn: Tensor) -> dict[str, Tensor]:
+        """The next step of each sequence; those that are over begin anew in the drawn rows."""
         walk, replay = self.walk, self.replay
         first = walk["left"] == 0
-        drawn = self.windows.draw(len(first))
         rows = torch.where(first, drawn, walk["rows"])
         left = torch.where(first, torch.minimum(walk["limit"], replay.ahead[drawn]), walk["left"])
         walk["rows"].copy_(rows + 1)
@@ -334,15 +333,15 @@ class Agent(nn.Module):
         for _ in range(self.config.rollout):
             choice = beside(partial(self._choose_on, dreamt), self.device)
             sight = self.dream.look()
-            dreamt = self.dream.go_on(sight, choice())
+            dreamt = self.dream.go_on(sight, *choice())
         assert dreamt is not None
         self._receive(dreamt, last=True)
         self.ppo.stop(self.dream.stacks)
 
-    def _choose_on(self, dreamt: Dreamt | None) -> Tensor:
+    def _choose_on(self, dreamt: Dreamt | None) -> tuple[Tensor, Tensor]:
         if dreamt is not None:
             self._receive(dreamt)
-        return self.ppo.act(self.dream.stacks)
+        return self.ppo.act(self.dream.stacks), self.dream.elsewhere()
 
     def _receive(self, dreamt: Dreamt, last: bool = False) -> None:
         rewards = self.dream.pay(dreamt)

@@ -69,7 +69,7 @@ class Dream:
         self.at_start = torch.arange(agents, device=device) >= agents - from_start
         self.elapsed = torch.zeros((), dtype=torch.int64, device=device)
 
-    def _real(self) -> Tensor:
+    def elsewhere(self) -> Tensor:
         """A real state from the replay for each agent."""
         rows = torch.where(self.at_start, self.replay.starts.draw(self.num_envs), self.replay.steps.draw(self.num_envs))
         return pictures(self.replay.stacks(rows), self.world.colours, self.world.shape.pixels)
@@ -90,7 +90,7 @@ class Dream:
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
         if seed is not None:
             torch.manual_seed(seed)
-        self.stacks.copy_(self._real())
+        self.stacks.copy_(self.elsewhere())
         self.elapsed.zero_()
         return self.stacks, {}
 
@@ -98,7 +98,7 @@ class Dream:
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Observations, rewards, terminated, truncated, infos. The observations are a buffer that the next step
         overwrites."""
-        dreamt = self.go_on(self.look(), actions)
+        dreamt = self.go_on(self.look(), actions, self.elsewhere())
         truncated = (self.elapsed >= self.length).expand(self.num_envs) & ~dreamt.terminated
         infos = {"final_obs": dreamt.seen, "values": dreamt.told.value}
         return self.stacks, self.pay(dreamt), dreamt.terminated, truncated, infos
@@ -110,8 +110,8 @@ class Dream:
         return self._look()
 
     @torch.no_grad()
-    def go_on(self, sight: Sight, actions: Tensor) -> Dreamt:
-        return self._go_on(sight, actions)
+    def go_on(self, sight: Sight, actions: Tensor, elsewhere: Tensor) -> Dreamt:
+        return self._go_on(sight, actions, elsewhere)
 
     @torch.no_grad()
     def pay(self, dreamt: Dreamt) -> Tensor:
@@ -120,12 +120,12 @@ class Dream:
     def _sight(self) -> Sight:
         return self.world.look(self.stacks)
 
-    def _onward(self, sight: Sight, actions: Tensor) -> Dreamt:
+    def _onward(self, sight: Sight, actions: Tensor, elsewhere: Tensor) -> Dreamt:
         told = self.world.imagine(sight, actions)
         newest = told.next_frame.view(self.num_envs, self.channels, *self.stacks.shape[2:])
         seen = torch.cat([self.stacks[:, self.channels :], newest], 1)
         terminated = told.continues < OVER
-        self.stacks.copy_(torch.where(terminated[:, None, None, None], self._real(), seen))
+        self.stacks.copy_(torch.where(terminated[:, None, None, None], elsewhere, seen))
         self.elapsed += 1
         return Dreamt(told, seen, terminated)
 
