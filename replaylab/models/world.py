@@ -328,8 +328,10 @@ class World(nn.Module):
             x = F.embedding(frames.permute(0, 2, 3, 1).long().contiguous(), self.colours.float()).flatten(3) / 255
         else:
             x = frames.permute(0, 2, 3, 1).float() / 255
-        deviation, mean = torch.std_mean(x, (1, 2), keepdim=True)
-        return ((x - mean) / deviation.clamp(min=1 / math.sqrt(x.shape[1] * x.shape[2]))).to(self.compute)
+        pixels = x.shape[1] * x.shape[2]
+        mean = x.mean((1, 2), keepdim=True)
+        variance = (x.square().mean((1, 2), keepdim=True) - mean.square()) * pixels / (pixels - 1)
+        return ((x - mean) * variance.clamp(min=1 / pixels).rsqrt()).to(self.compute)
 
     def _pixel_logits(self, x_fin: Tensor) -> Tensor:  # (batch, h, w, palette), or (batch, h, w, 3, 256)
         x = x_fin.permute(0, 2, 3, 1)
