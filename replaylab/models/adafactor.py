@@ -126,7 +126,7 @@ class Adafactor(torch.optim.Optimizer):
             block = 32 * WARPS << most.bit_length() - 1
             blocks = -(-outer * inner // block)
             partial = paces.new_empty(2, blocks)  # sums of squares of the updates and of the weights
-            pacing, counts = (pace[0], paces.shape[1], partial), (outer * inner, inner)
+            pacing, counts = (pace[0], paces.shape[1], partial, blocks), (outer * inner, inner)
             strides = grad.stride(), rows.stride(), columns.stride()
             observe[(blocks,)](
                 grad, near, rows, columns, *pacing, *counts, EPS_SQUARE, strides[0], near.stride(), *strides[1:],

@@ -55,12 +55,12 @@ def _scales(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def observe(
-    gradient, weights, rows, columns, pace, pace_step, partial, count, inner, eps,
+    gradient, weights, rows, columns, pace, pace_step, partial, blocks, count, inner, eps,
     g_steps, w_steps, r_steps, c_steps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients into the moments; the sums of squares of the step and of the weights, one of each from a block."""
-    block, blocks = tl.program_id(0), tl.num_programs(0)
+    block = tl.program_id(0)
     n = block * BLOCK + tl.arange(0, BLOCK)
     inside = n < count
     factor, fresh = tl.load(pace), tl.load(pace + pace_step)
@@ -96,12 +96,11 @@ def observe(
 
 @triton.jit
 def descend(
-    gradient, value, twin, rows, columns, pace, pace_step, partial, count, inner, clip, least,
+    gradient, value, twin, rows, columns, pace, pace_step, partial, blocks, count, inner, clip, least,
     g_steps, v_steps, t_steps, r_steps, c_steps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, TWIN: tl.constexpr,
 ):  # fmt: skip
     """The step, relative to the size of the weights; into their twin too."""
-    blocks = tl.num_programs(0)
     block = blocks - 1 - tl.program_id(0)  # backwards: what `observe` saw last may still be in the cache
     n = block * BLOCK + tl.arange(0, BLOCK)
     inside = n < count
