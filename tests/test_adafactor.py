@@ -61,23 +61,50 @@ def test_the_whole_gradient_is_limited():
     torch.testing.assert_close(found[0], torch.full((3,), (1 - fresh) + fresh * 2500))
 
 
+def test_a_twin_gives_the_gradients_and_gets_the_weights():
+    g = torch.Generator().manual_seed(0)
+    shapes = [(7,), (5, 6), (3, 4, 4, 4)]
+    alone = [nn.Parameter(torch.randn(s, generator=g)) for s in shapes]
+    ours = [nn.Parameter(p.detach().clone()) for p in alone]
+    twins = [p.detach().bfloat16().requires_grad_() for p in ours]
+    optimizers = Adafactor(alone, max_norm=3.0), Adafactor(ours, max_norm=3.0, twins=twins)
+    for _ in range(3):
+        for a, b, twin in zip(alone, ours, twins, strict=True):
+            twin.grad = torch.randn(a.shape, generator=g).bfloat16()
+            a.grad, b.grad = twin.grad.float(), torch.ones_like(b)  # the last is what someone left there
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(optimizers[0].norm, optimizers[1].norm)
+        for a, b, twin in zip(alone, ours, twins, strict=True):
+            assert torch.equal(a, b) and torch.equal(twin, b.bfloat16())
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("twinned", [False, True])
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
-def test_the_kernels_of_convolutions_follow_the_formula(order):
+def test_the_kernels_of_convolutions_follow_the_formula(order, twinned):
     """On the device against the plain rule on the CPU: squares, odd sizes, matrices and vectors beside them."""
     g = torch.Generator().manual_seed(0)
     shapes = [(7,), (5, 6), (6, 5, 4, 4), (9, 4, 3, 3), (3, 7, 8, 8), (4, 4, 1, 1), (300, 30, 4, 4)]
     plain = [nn.Parameter(torch.randn(s, generator=g) * 10.0**-i) for i, s in enumerate(shapes)]
     fast = [nn.Parameter(p.detach().cuda().contiguous(memory_format=order if p.ndim == 4 else torch.preserve_format))
             for p in plain]  # fmt: skip
-    optimizers = Adafactor(plain, max_norm=20.0), Adafactor(fast, max_norm=20.0, compile=True)
+    twins = [p.detach().bfloat16().requires_grad_() for p in fast] if twinned else None
+    optimizers = Adafactor(plain, max_norm=20.0), Adafactor(fast, max_norm=20.0, compile=True, twins=twins)
     assert optimizers[1].kernels
-    for _ in range(4):
-        for a, b in zip(plain, fast, strict=True):
-            a.grad = torch.randn(a.shape, generator=g) * 3
-            b.grad = a.grad.cuda()
+    for step in range(4):
+        for a, b in zip(plain, twins or fast, strict=True):
+            a.grad = (torch.randn(a.shape, generator=g) * 3).to(b.dtype).float()
+            b.grad = torch.empty_like(b).copy_(a.grad) if step else a.grad.to(b)  # in any order of memory
         for optimizer in optimizers:
             optimizer.step()
+        if step == 1:  # through a file
+            saved = optimizers[1].state_dict()
+            for entries in saved["state"].values():
+                entries |= {name: moment.cpu().contiguous() for name, moment in entries.items()}
+            optimizers[1].load_state_dict(saved)
+    for b, twin in zip(fast, twins or (), strict=twinned):
+        assert torch.equal(twin, b.bfloat16())
     for a, b in zip(plain, fast, strict=True):
         torch.testing.assert_close(a, b.cpu(), rtol=1e-4, atol=1e-7)
         for name, moment in optimizers[0].state[a].items():

@@ -156,6 +156,36 @@ def test_gradients_are_clipped_for_each_seed_by_itself():
     torch.testing.assert_close(alone[0].grad, torch.tensor([[0.15, 0.2]]))
 
 
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_a_twin_gives_the_gradients_and_gets_the_weights(where, limit):
+    """On a GPU: two large tensors, one of them without a whole number of blocks, and two small ones."""
+    g = torch.Generator().manual_seed(0)
+    shapes, settings = [(40, 32, 8, 8), (257, 301), (9, 4, 3, 3), (7,)], {"weight_decay": 0.1, "eps": 1e-3}
+    alone = [nn.Parameter(torch.randn(s, generator=g)) for s in shapes]
+    ours = [nn.Parameter(p.detach().to(where)) for p in alone]
+    ours[0].data = ours[0].data.contiguous(memory_format=torch.channels_last)
+    twins = [p.detach().bfloat16().requires_grad_() for p in ours]
+    plain, twinned = adam(alone, 1e-2, **settings, flat=False), adam(ours, 1e-2, **settings, twins=twins)
+    for step in range(4):
+        for a, b, twin in zip(alone, ours, twins, strict=True):
+            a.grad = torch.randn(a.shape, generator=g).bfloat16().float()
+            twin.grad = torch.empty_like(twin).copy_(a.grad) if step else a.grad.to(twin)  # in any order of memory
+            b.grad = torch.ones_like(b)  # someone left it there
+        norms = [clipped_step(optimizer, 1, limit).cpu() for optimizer in (plain, twinned)]
+        torch.testing.assert_close(*norms)
+        if step == 1:  # through a file
+            saved = twinned.state_dict()
+            for entries in saved["state"].values():
+                entries |= {name: moment.cpu().contiguous() for name, moment in entries.items()}
+            twinned.load_state_dict(saved)
+    for a, b, twin in zip(alone, ours, twins, strict=True):
+        torch.testing.assert_close(a, b.cpu(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(twin, b.bfloat16())
+        for name, moment in plain.state[a].items():
+            torch.testing.assert_close(moment, twinned.state[b][name].cpu(), rtol=1e-5, atol=1e-8)
+
+
 def test_loaded_moments_lie_in_memory_as_their_weights_do():
     torch.manual_seed(0)
     weights = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)

@@ -11,8 +11,11 @@ import torch
 import replaylab
 from replaylab.algos import SYSTEMS, system
 from replaylab.evaluate import load_agent
+from replaylab.models.adafactor import Adafactor
+from replaylab.models.adam import adam
+from replaylab.models.world_training import descend
 from replaylab.run import RunFolder
-from replaylab.step import Stepper
+from replaylab.step import Graph, Stepper
 from replaylab.trainer import Interrupted
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -87,13 +90,41 @@ def test_deterministic_and_stopped_it_ends_the_same(name, log, tmp_path, monkeyp
     assert [key for key in weights[0] if not torch.equal(weights[0][key], weights[1][key])] == []
 
 
+@pytest.mark.parametrize("lr", [0.0, 1e-3])
+def test_optimisers_with_twins_are_captured_as_they_run(lr):
+    """Their kernels run on two streams."""
+    found, shapes = [], [(7,), (300, 400), (96, 64, 4, 4), (64, 96, 8, 8), (96, 96, 3, 3), (96, 96, 1, 1)]
+    for capture in (False, True):
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+        for w in weights[2:]:
+            w.data = w.data.contiguous(memory_format=torch.channels_last)
+        twins = [w.detach().bfloat16().requires_grad_() for w in weights]
+        some = {"max_norm": 1.0, "compile": True, "twins": twins}
+        optimizer = adam(weights, lr, flat=False, twins=twins) if lr else Adafactor(weights, **some)
+
+        def body(twins=twins, optimizer=optimizer):
+            for twin in twins:
+                twin.grad = (9 * twin.detach()).sin()
+            descend(optimizer, 1.0)
+
+        step = Graph(body, torch.device("cuda"), capture)
+        for _ in range(8):
+            step()
+        found.append([*weights, *twins])
+        assert all(torch.equal(t, w.bfloat16()) for t, w in zip(twins, weights, strict=True))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.timeout(600)
-def test_mbarc_deterministic_and_stopped_it_ends_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize("world_lr", [2e-3, 0.0])
+def test_mbarc_deterministic_and_stopped_it_ends_the_same(world_lr, tmp_path, monkeypatch):
     """Stopped in the first policy phase, in the second world phase and in the second policy phase."""
     run, done = Stepper.run, 0
 
     def train(out, resume=False):
         settings = {"epochs": 2, "world_steps": 8, "world_first": 1, "reward_steps": 6, "ppo_updates": 6}
+        settings |= {"world_lr": world_lr}
         everywhere = {"device": "cuda", "deterministic": True, "final_episodes": 0, "out": tmp_path / out}
         return replaylab.train("mbarc", env="atari/boxing", preset="debug", resume=resume, **settings | everywhere)
 

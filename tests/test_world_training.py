@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_world import TINY, make_batch, tiny
 
-from replaylab.models.world import World, WorldShape
+from replaylab.models.world import World, WorldShape, snapshot
 from replaylab.models.world_training import (
     AVERAGED,
     RewardTrainer,
@@ -98,10 +98,44 @@ def test_epsilon_is_that_of_the_sequence_s_start():
         assert told == pytest.approx([float(truth_share(torch.tensor(float(i)), 6)) for i in (0, 0, 2, 2, 4, 4, 6)])
 
 
-def test_the_reward_head_is_left_alone_unless_online():
+@pytest.mark.parametrize("lr", [0.0, 1e-3])
+@pytest.mark.parametrize("online", [False, True])
+def test_training_with_a_twin_is_training_without(online, lr):
+    found = []
+    for twinned in (False, True):
+        world = tiny()
+        twin = snapshot(world) if twinned else None
+        trainer = WorldTrainer(world, twin=twin, online=online, lr=lr)
+        torch.manual_seed(0)
+        told = [trainer.update(make_batch(world, seed=i)) for i in range(3)]
+        found.append([p.detach() for p in world.parameters()] + [t[name] for t in told for name in t])
+    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, twin.parameters(), world.parameters()))
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-3])
+def test_a_twin_in_another_precision_stays_the_world_s_rounding(lr):
+    told = []
+    for twinned in (False, True):
+        world = tiny(precision="bf16")
+        twin, before = snapshot(world), [p.detach().clone() for p in world.parameters()]
+        trainer = WorldTrainer(world, twin=twin if twinned else None, online=True, lr=lr)
+        torch.manual_seed(0)
+        told += [trainer.update(make_batch(world))]
+        trainer.update(make_batch(world, seed=1))
+    for name in ("loss", "grad_norm"):
+        torch.testing.assert_close(told[0][name], told[1][name], rtol=1e-3, atol=0.0)
+    for p, b, t in zip(world.parameters(), before, twin.parameters(), strict=True):
+        assert p.dtype == torch.float32 and torch.equal(t, p.bfloat16())
+        assert t.grad is None or not t.grad.any() or not torch.equal(p, b)
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-3])
+@pytest.mark.parametrize("twinned", [False, True])
+def test_the_reward_head_is_left_alone_unless_online(twinned, lr):
     for online in (False, True):
         world = tiny()
-        trainer = WorldTrainer(world, online=online)
+        trainer = WorldTrainer(world, twin=snapshot(world) if twinned else None, online=online, lr=lr)
         RewardTrainer(world).update(make_batch(world))  # leaves gradients behind
         before = [p.clone() for p in world.reward.parameters()]
         trainer.update(make_batch(world))

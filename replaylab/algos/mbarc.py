@@ -131,13 +131,13 @@ class Agent(nn.Module):
             self.register_buffer("trained", torch.zeros((), dtype=torch.int64))  # updates of the world model
             self.to(device)
             self.policy_mean = RunningMean(self.policy.parameters(), config.policy_average, every=1, closely=2)
-            self.__dict__["copy"] = snapshot(self.world)  # for dreams; bypasses nn.Module, so it is not saved
+            self.__dict__["copy"] = snapshot(self.world)  # dreams, and is the twin; bypasses nn.Module: not saved
         with memory("what the policy learns from", "agents", "rollout"):
             self.ppo = self._learner()
         self.world_trainer = WorldTrainer(
-            self.world, online=config.strategy == "online", noise=config.input_noise, decay=config.sampling_decay,
-            rollout=config.world_rollout, max_norm=config.world_grad_clip, lr=config.world_lr,
-            average=config.average,
+            self.world, twin=self.copy, online=config.strategy == "online", noise=config.input_noise,
+            decay=config.sampling_decay, rollout=config.world_rollout, max_norm=config.world_grad_clip,
+            lr=config.world_lr, average=config.average,
         )  # fmt: skip
         self.reward_trainer = RewardTrainer(
             self.world, trunk=self.copy, focal=config.focal, max_norm=config.world_grad_clip,
@@ -225,6 +225,7 @@ class Agent(nn.Module):
     def _begins_world(self, epoch: int) -> Callable[[], str]:
         def begin() -> str:
             self.clock, before = time.monotonic(), self.replay.next_segment
+            refresh(self.copy, self.world)
             if epoch == 0:
                 self.recorder.collect(self.config.random_steps, self._at_random)
             found: dict[str, Any] = {"collected": self.recorder.collect(self.config.collect_steps, self._by_policy)}
@@ -414,7 +415,9 @@ class Agent(nn.Module):
         self.log = json.loads(state["log"].cpu().numpy().tobytes())
         self.clock = time.monotonic() - self.log.pop("clock")
         self._lay_out()
-        refresh(self.copy, self.world)  # as it was: the trunk changes only in the world phase, which does not dream
+        refresh(
+            self.copy, self.world
+        )  # as it was: outside of the reward phase, which does not use its head, they agree
 
 
 def _told(collected: dict[str, Any]) -> str:

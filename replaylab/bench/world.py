@@ -48,7 +48,9 @@ def train(device: torch.device) -> Rows:
     on_cuda = (("palette", False), ("palette", True), ("rgb", True))  # compiled ones last: that takes minutes
     for pixels, compile in on_cuda if cuda else on_cuda[:1]:
         world, about = make_world(pixels, device)
-        update = partial(WorldTrainer(world, compile=compile).update, noise_batch(world.shape, 4, device))
+        update = partial(
+            WorldTrainer(world, twin=snapshot(world), compile=compile).update, noise_batch(world.shape, 4, device)
+        )
         yield from _timed(update, f"world update, batch 4, {about}", device, compile)
     world, about = make_world("palette", device)
     size = 32 if cuda else 4

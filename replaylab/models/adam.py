@@ -1,16 +1,20 @@
-"""Adam and AdamW for many small tensors.
+"""Adam and AdamW for many small tensors, and for weights with a twin.
 
 PyTorch's fused Adam gives a block of threads 65,536 numbers, so that the few hundred thousand parameters of our
 networks keep a handful of multiprocessors busy for 50 microseconds and more: a third of a captured update. Here
 parameters and moments of a group lie in one buffer each, and one kernel with a block for every 1,024 numbers does the
 step in a few microseconds. The same formula; used on CUDA, where Triton comes with PyTorch.
+
+A twin is a copy of the weights in the precision that a loss is computed in. It gives the gradients, and the kernel that
+steps the weights writes the twin's too, so that neither weights nor gradients are converted anywhere else.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from torch import Tensor, nn
 
 ALIGN = 64  # numbers: every tensor begins where matrix products like it, at a multiple of 256 bytes
 BLOCK = 1024
+LARGE = 65_536  # numbers of a tensor that is worth a kernel of its own
 
 
 def adam(
@@ -27,11 +32,14 @@ def adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     flat: bool = True,  # many small tensors
+    twins: Iterable[Tensor] | None = None,
 ) -> torch.optim.Optimizer:
     """AdamW (Adam, where nothing decays) in the fastest form for where the parameters are. It may be captured."""
     given = list(parameters)
     groups = [dict(group) for group in given if isinstance(group, dict)] or [{"params": given}]
     cuda = groups[0]["params"][0].is_cuda
+    if twins is not None:
+        return TwinAdam(groups, lr, betas, eps, weight_decay, twins)
     if flat and cuda and importlib.util.find_spec("triton"):
         return FlatAdam(groups, lr, betas, eps, weight_decay)
     return FusedAdam(groups, lr, betas, eps, weight_decay, fused=True, capturable=cuda)
@@ -40,7 +48,7 @@ def adam(
 def clipped_step(optimizer: torch.optim.Optimizer, seeds: int, limit: float) -> Tensor:
     """A step of `adam`'s optimiser with each seed's gradient, the whole of it, scaled down to the limit (0: no limit).
     The norms before, (seeds,)."""
-    if isinstance(optimizer, FlatAdam) and seeds == 1:
+    if isinstance(optimizer, FlatAdam | TwinAdam) and seeds == 1:
         return optimizer.clipped_step(limit)
     norms = clip_gradients([p for group in optimizer.param_groups for p in group["params"]], seeds, limit)
     optimizer.step()
@@ -56,6 +64,83 @@ class FusedAdam(torch.optim.AdamW):
         for p, entries in self.state.items():
             for name in ("exp_avg", "exp_avg_sq"):
                 entries[name] = torch.empty_like(p).copy_(entries[name])
+
+
+class TwinAdam(FusedAdam):
+    """One group of parameters, whose gradients are those of their twins. PyTorch's step for the small ones."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        twins: Iterable[Tensor],
+    ):
+        (group,) = groups
+        cuda = group["params"][0].is_cuda
+        super().__init__(groups, lr, betas, eps, weight_decay, fused=True, capturable=cuda)
+        self.twins = list(zip(group["params"], twins, strict=True))
+        self.kernels = cuda and importlib.util.find_spec("triton") is not None
+        disable: Any = torch.compiler.disable  # kernels already; a decorator would load the compiler
+        self.clipped_step = disable(self.clipped_step)  # type: ignore[method-assign]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.clipped_step(0.0)
+
+    @torch.no_grad()
+    def clipped_step(self, limit: float) -> Tensor:  # -> (1,)
+        learnt = [(p, twin) for p, twin in self.twins if twin.grad is not None]
+        norm = gradient_norm([twin.grad for _, twin in learnt])
+        share = _share(norm, limit or math.inf)
+        large = [(p, twin) for p, twin in learnt if self._special(p, twin)]
+        small = [(p, twin) for p, twin in learnt if not self._special(p, twin)]
+        together(lambda: self._small(small, share), lambda: self._large(large, share), norm.device)
+        return norm[None]
+
+    def _special(self, p: Tensor, twin: Tensor) -> bool:
+        return self.kernels and p.numel() >= LARGE and p.stride() == twin.stride()
+
+    def _small(self, learnt: list[tuple[Tensor, Tensor]], share: Tensor) -> None:
+        if not learnt:
+            return
+        params, twins = map(list, zip(*learnt, strict=True))
+        gradients = [torch.empty_like(p) for p in params]
+        torch._foreach_copy_(gradients, [twin.grad for twin in twins])
+        torch._foreach_mul_(gradients, share)
+        self.zero_grad()  # what others have left there must not be stepped along
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient
+        super().step()
+        self.zero_grad()
+        torch._foreach_copy_(twins, params)
+
+    def _large(self, learnt: list[tuple[Tensor, Tensor]], share: Tensor) -> None:
+        if not learnt:
+            return
+        from replaylab.models.adam_kernel import descend_twin
+
+        (group,) = self.param_groups
+        first, second = group["betas"]
+        settings = (first, math.log(first), second, math.log(second), group["eps"], group["weight_decay"])
+        states = [self._state(p) for p, _ in learnt]
+        torch._foreach_add_([state["step"] for state in states], 1)
+        for (p, twin), state in zip(learnt, states, strict=True):
+            gradient: Any = twin.grad
+            if gradient.stride() != p.stride():  # the kernel takes all as they lie in memory
+                gradient = torch.empty_like(twin).copy_(gradient)
+            moments, size = (state["exp_avg"], state["exp_avg_sq"]), p.numel()
+            descend_twin[(-(-size // BLOCK),)](
+                p, twin, gradient, *moments, share, state["step"], size, group["lr"], *settings, BLOCK, num_warps=8
+            )  # four numbers a thread: as many of float32 as can be read at once, and not more of bf16
+
+    def _state(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        return state
 
 
 class FlatAdam(torch.optim.Optimizer):
@@ -149,5 +234,30 @@ def clip_gradients(parameters: Iterable[nn.Parameter], seeds: int, limit: float)
     return norms
 
 
+def gradient_norm(gradients: list[Any]) -> Tensor:
+    """Of all together, in any order of memory and any precision."""
+    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).norm()
+
+
 def _share(norms: Tensor, limit: float) -> Tensor:
     return (limit / (norms + 1e-6)).clamp(max=1.0)
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # few small blocks go first and fill what room they need
+
+
+def together(small: Callable[[], None], large: Callable[[], None], device: torch.device) -> None:
+    """Both, on CUDA at the same time: kernels too small for the whole GPU beside large ones. May be captured. What each
+    allocates it must keep to itself: the other's stream does not know when that is used."""
+    if device.type != "cuda":
+        small()
+        large()
+        return
+    now, beside = torch.cuda.current_stream(device), _beside(device)
+    beside.wait_stream(now)
+    with torch.cuda.stream(beside):
+        small()
+    large()
+    now.wait_stream(beside)

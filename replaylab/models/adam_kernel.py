@@ -23,6 +23,19 @@ def gather(gradients, flat, norms, step, table, COUNT: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
+def _adam(x, g, m, v, rate, step, beta1, log_beta1, beta2, log_beta2, eps, decay):
+    """New weights and moments; `step` points to the count of steps, this one included."""
+    done = tl.load(step).to(tl.float64)
+    unbias1 = (1.0 - tl.exp(done * log_beta1)).to(tl.float32)  # 1 - beta^step; in float32 the first steps would be off
+    unbias2 = (1.0 - tl.exp(done * log_beta2)).to(tl.float32)
+    m += (1.0 - beta1) * (g - m)
+    v = beta2 * v + (1.0 - beta2) * g * g
+    x -= rate * decay * x
+    x -= rate / unbias1 * m / (tl.sqrt(v / unbias2) + eps)
+    return x, m, v
+
+
+@triton.jit
 def descend(
     value, gradient, exp_avg, exp_avg_sq, lr, norm, limit, step, size,
     beta1, log_beta1, beta2, log_beta2, eps, decay,
@@ -31,16 +44,28 @@ def descend(
     """Adam with gradients whose norm is scaled down to the limit."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    rate, done = tl.load(lr), tl.load(step).to(tl.float64)
-    unbias1 = (1.0 - tl.exp(done * log_beta1)).to(tl.float32)  # 1 - beta^step; in float32 the first steps would be off
-    unbias2 = (1.0 - tl.exp(done * log_beta2)).to(tl.float32)
     share = tl.minimum(limit / (tl.load(norm) + 1e-6), 1.0)
     x, g = tl.load(value + at, inside), tl.load(gradient + at, inside) * share
     m, v = tl.load(exp_avg + at, inside), tl.load(exp_avg_sq + at, inside)
-    m += (1.0 - beta1) * (g - m)
-    v = beta2 * v + (1.0 - beta2) * g * g
-    x -= rate * decay * x
-    x -= rate / unbias1 * m / (tl.sqrt(v / unbias2) + eps)
+    x, m, v = _adam(x, g, m, v, tl.load(lr), step, beta1, log_beta1, beta2, log_beta2, eps, decay)
     tl.store(value + at, x, inside)
+    tl.store(exp_avg + at, m, inside)
+    tl.store(exp_avg_sq + at, v, inside)
+
+
+@triton.jit
+def descend_twin(
+    value, twin, gradient, exp_avg, exp_avg_sq, share, step, size, lr,
+    beta1, log_beta1, beta2, log_beta2, eps, decay,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for one tensor, whose gradient comes in another precision, as the copy of its new weights."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    x, g = tl.load(value + at, inside), tl.load(gradient + at, inside).to(tl.float32) * tl.load(share)
+    m, v = tl.load(exp_avg + at, inside), tl.load(exp_avg_sq + at, inside)
+    x, m, v = _adam(x, g, m, v, lr, step, beta1, log_beta1, beta2, log_beta2, eps, decay)
+    tl.store(value + at, x, inside)
+    tl.store(twin + at, x.to(twin.dtype.element_ty), inside)
     tl.store(exp_avg + at, m, inside)
     tl.store(exp_avg_sq + at, v, inside)

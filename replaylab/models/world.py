@@ -357,9 +357,10 @@ class World(nn.Module):
 
 
 def snapshot(world: World) -> World:
-    """A frozen copy for dreams, stored in the precision it computes in; `refresh` updates it."""
-    copied = copy.deepcopy(world).requires_grad_(False)
-    return copied.to(world.compute)
+    """A frozen copy, stored in the precision it computes in, for dreams and to train with; `refresh` updates it."""
+    copied = copy.deepcopy(world).requires_grad_(False).to(world.compute)
+    copied.colours, copied.rarity = world.colours.clone(), world.rarity.clone()  # what is measured stays exact
+    return copied
 
 
 @torch.no_grad()

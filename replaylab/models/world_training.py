@@ -1,5 +1,8 @@
 """Training of the world model and its reward head: one update per call, all on the device, in one CUDA graph.
 
+The weights that learn are float32. With a twin, a copy of the world in the precision that losses are computed in, none
+is converted on the way: the loss and its gradients are the twin's, and the optimiser writes new weights to both.
+
 `WorldTrainer` walks along sequences: each call learns one step of each sequence, then feeds back as the newest frame
 either the true one, with probability epsilon (scheduled sampling), or the model's own prediction. `RewardTrainer`
 trains the head alone on inputs from a frozen trunk. On CUDA both compile their losses.
@@ -115,6 +118,7 @@ class WorldTrainer:
         self,
         world: World,
         *,
+        twin: World | None = None,  # of world.snapshot, equal to the world but for its precision; it stays so
         online: bool = False,  # train the reward head here too
         noise: float = 0.05,
         decay: int = 22_250,
@@ -126,17 +130,19 @@ class WorldTrainer:
     ):
         self.world, self.online, self.noise, self.decay, self.rollout = world, online, noise, decay, rollout
         self.max_norm = max_norm
+        self.twin = (twin or world).requires_grad_()
+        weights, twins = list(world.parameters()), list(twin.parameters()) if twin else None
         learns = (p for name, p in world.named_parameters() if online or not name.startswith("reward."))
         self.mean = RunningMean(learns, average)
         self.device = world.embed.weight.device
         compile = self.device.type == "cuda" if compile is None else compile
         # unless `online`, the reward head gets no gradient here and does not move
         self.optimizers: dict[str, torch.optim.Optimizer] = {
-            "world": adam(world.parameters(), lr, flat=False)
+            "world": adam(weights, lr, flat=False, twins=twins)
             if lr
-            else Adafactor(world.parameters(), max_norm=max_norm, compile=compile)
+            else Adafactor(weights, max_norm=max_norm, compile=compile, twins=twins)
         }
-        self.loss: Callable[..., dict[str, Tensor]] = fused(world.world_loss, compile)
+        self.loss: Callable[..., dict[str, Tensor]] = fused(self.twin.world_loss, compile)
         self.enter, self.leave = fused(self._enter, compile), fused(self._leave, compile)
         palette = world.shape.pixels == "palette"
         self.channels, self.values = (1, world.shape.palette) if palette else (3, 256)
@@ -202,8 +208,7 @@ class WorldTrainer:
         return corrupted(frames, self.noise, self.channels, self.values)
 
     def _learn(self, context: Tensor, batch: dict[str, Tensor], epsilon: Tensor) -> dict[str, Tensor]:
-        optimizer = self.optimizers["world"]
-        optimizer.zero_grad(set_to_none=True)
+        self.twin.zero_grad()
         found = self.loss(
             context,
             batch["actions"],
@@ -215,7 +220,7 @@ class WorldTrainer:
             self.class_weights,
         )
         found["loss"].backward()
-        found["grad_norm"] = descend(optimizer, self.max_norm)
+        found["grad_norm"] = descend(self.optimizers["world"], self.max_norm)
         self.done += 1
         return found
 
