@@ -415,9 +415,7 @@ class Agent(nn.Module):
         self.log = json.loads(state["log"].cpu().numpy().tobytes())
         self.clock = time.monotonic() - self.log.pop("clock")
         self._lay_out()
-        refresh(
-            self.copy, self.world
-        )  # as it was: outside of the reward phase, which does not use its head, they agree
+        refresh(self.copy, self.world)  # they agree, but for the reward head in its own phase, which does not use it
 
 
 def _told(collected: dict[str, Any]) -> str:

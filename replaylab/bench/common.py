@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,15 +47,25 @@ def seconds_per_call(call: Callable[[], Any], device: torch.device, calls: int, 
 
     call()  # may compile
     wait()
-    times, warm = [], time.perf_counter() + WARM_UP
-    while device.type == "cuda" and time.perf_counter() < warm:
-        call()
-        wait()
-    for _ in range(repeats):
-        wait()
-        began = time.perf_counter()
-        for _ in range(calls):
+    times: list[float] = []
+    with _alone():
+        warm = time.perf_counter() + WARM_UP
+        while device.type == "cuda" and time.perf_counter() < warm:
             call()
-        wait()
-        times.append((time.perf_counter() - began) / calls)
+            wait()
+        for _ in range(repeats):
+            wait()
+            began = time.perf_counter()
+            for _ in range(calls):
+                call()
+            wait()
+            times.append((time.perf_counter() - began) / calls)
     return float(np.median(times))
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """No other `bench` of this machine measures meanwhile, so that several may compile side by side."""
+    with open(Path(tempfile.gettempdir()) / "replaylab-bench.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

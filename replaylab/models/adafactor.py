@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from replaylab.fuse import fused
-from replaylab.models.adam import gradient_norm, together
+from replaylab.models.adam import gradient_norm
+from replaylab.streams import beside
 
 NUMBERS, WARPS = 32, 4  # weights that a thread steps, if a convolution's matrices are not larger; of 32 threads a block
 EPS_SQUARE, EPS_SCALE = 1e-30, 1e-3  # added to squared gradients; the least size a tensor counts with
@@ -84,7 +85,7 @@ class Adafactor(torch.optim.Optimizer):
         self.rule: Callable[..., None] = fused(adafactor, compile)
         self.kernels = compile and importlib.util.find_spec("triton") is not None
         disable: Any = torch.compiler.disable  # kernels already; a decorator would load the compiler
-        self._together, self._convolutions = disable(self._together), disable(self._convolutions)  # type: ignore[method-assign]
+        self._beside = disable(self._beside)  # type: ignore[method-assign]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -102,14 +103,14 @@ class Adafactor(torch.optim.Optimizer):
         convolutions = [one for one in each if self._special(one[0])]
         others = [one for one in each if not self._special(one[0])]
         if convolutions:
-            self._together(others, convolutions, paces, group["clip"])
+            self._beside(others, convolutions, paces, group["clip"])
         else:
             self._others(others, group["clip"])
 
-    def _together(self, others: list[Any], convolutions: list[Any], paces: Tensor, clip: float) -> None:
-        together(
-            lambda: self._others(others, clip), lambda: self._convolutions(convolutions, paces, clip), paces.device
-        )
+    def _beside(self, others: list[Any], convolutions: list[Any], paces: Tensor, clip: float) -> None:
+        done = beside(lambda: self._others(others, clip), paces.device, urgent=True)
+        self._convolutions(convolutions, paces, clip)
+        done()
 
     def _others(self, each: list[Any], clip: float) -> None:
         if each:

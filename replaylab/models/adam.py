@@ -11,14 +11,15 @@ steps the weights writes the twin's too, so that neither weights nor gradients a
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from replaylab.streams import beside
 
 ALIGN = 64  # numbers: every tensor begins where matrix products like it, at a multiple of 256 bytes
 BLOCK = 1024
@@ -96,7 +97,9 @@ class TwinAdam(FusedAdam):
         share = _share(norm, limit or math.inf)
         large = [(p, twin) for p, twin in learnt if self._special(p, twin)]
         small = [(p, twin) for p, twin in learnt if not self._special(p, twin)]
-        together(lambda: self._small(small, share), lambda: self._large(large, share), norm.device)
+        done = beside(lambda: self._small(small, share), norm.device, urgent=True)
+        self._large(large, share)
+        done()
         return norm[None]
 
     def _special(self, p: Tensor, twin: Tensor) -> bool:
@@ -241,23 +244,3 @@ def gradient_norm(gradients: list[Any]) -> Tensor:
 
 def _share(norms: Tensor, limit: float) -> Tensor:
     return (limit / (norms + 1e-6)).clamp(max=1.0)
-
-
-@functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # few small blocks go first and fill what room they need
-
-
-def together(small: Callable[[], None], large: Callable[[], None], device: torch.device) -> None:
-    """Both, on CUDA at the same time: kernels too small for the whole GPU beside large ones. May be captured. What each
-    allocates it must keep to itself: the other's stream does not know when that is used."""
-    if device.type != "cuda":
-        small()
-        large()
-        return
-    now, beside = torch.cuda.current_stream(device), _beside(device)
-    beside.wait_stream(now)
-    with torch.cuda.stream(beside):
-        small()
-    large()
-    now.wait_stream(beside)
