@@ -61,19 +61,29 @@ class Stepper:
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.indices: Tensor | None = None
         self.batch: dict[str, Tensor] = {}
+        self.under_way: torch.cuda.Event | None = None  # the end of the last `run`
 
     def run(self, start: int, steps: int) -> None:
-        """Run updates start, start + 1, ..., at most BLOCK of them."""
+        """Run updates start, start + 1, ..., at most BLOCK of them. On CUDA they may still be under way afterwards, but
+        those of the call before are done: the device need not wait for the host, nor gets the host far ahead."""
         drawn = torch.from_numpy(self.phase.sampler.draw(start, steps))
         if self.indices is None:
             self.indices = torch.zeros((BLOCK, *drawn.shape[1:]), dtype=torch.int64, device=self.device)
-        self.indices[:steps].copy_(drawn)
+        cuda = self.device.type == "cuda"
+        # a copy from ordinary memory would wait for all updates before it
+        self.indices[:steps].copy_(drawn.pin_memory() if cuda else drawn, non_blocking=True)
         self.cursor.zero_()
         for _ in range(steps):
             if not self.phase.sampler.resident:
                 self._load_batch()
             self.step()
         self.count += steps
+        if cuda:
+            done = torch.cuda.Event()
+            done.record()
+            if self.under_way is not None:
+                self.under_way.synchronize()
+            self.under_way = done
 
     def read(self) -> dict[str, list[float]]:
         """Mean of each metric per seed since the last call. Waits for the device."""
