@@ -1,4 +1,5 @@
-"""MBARC's hot paths at the paper's sizes: one dreamt step, one PPO update, one dream-and-learn round."""
+"""MBARC's hot paths at the paper's sizes: one dreamt step, one PPO update, one dream-and-learn round. And its updates
+as a run makes them, after a little of Boxing."""
 
 from __future__ import annotations
 
@@ -8,23 +9,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaylab.algos import Spaces, mbarc
+from replaylab.algos import Phase, Spaces, mbarc
 from replaylab.bench.common import Rows, seconds_per_call
 from replaylab.config import resolve
 from replaylab.data.frames import FrameReplay
 from replaylab.models.dream import Dream
-from replaylab.step import Graph
+from replaylab.step import Graph, Stepper
 
 ACTIONS = 18
 
 
+def config_of(preset: str, **settings: Any) -> mbarc.Config:
+    keys = mbarc.Config.__dataclass_fields__
+    layers = [("bench", {k: v for k, v in (mbarc.PRESETS[preset] | settings).items() if k in keys})]
+    return resolve([mbarc.Config], layers)[0]
+
+
 def agent_of(device: torch.device) -> tuple[mbarc.Agent, str]:
     """An agent with noise in its replay, small on a CPU, and its description."""
-    cuda = device.type == "cuda"
-    preset = mbarc.PRESETS["paper" if cuda else "debug"]
-    keys = mbarc.Config.__dataclass_fields__
-    layers: list[tuple[str, dict[str, Any]]] = [("bench", {k: v for k, v in preset.items() if k in keys})]
-    (config,) = resolve([mbarc.Config], layers)
+    config = config_of("paper" if device.type == "cuda" else "debug")
     agent = mbarc.Agent(config, Spaces([4, 105, 80], "uint8", ACTIONS, True), [0], device)
     agent.replay = replay = FrameReplay(1, 2048, agent.size, device)
     rng = np.random.default_rng(0)
@@ -74,8 +77,33 @@ def ppo_iteration(device: torch.device) -> Rows:
     yield f"{agent.config.rollout} dreamt steps and one PPO update, {what}", 1e3 * spent, "ms"
 
 
+def in_a_run(device: torch.device) -> Rows:
+    env_id, cuda = "atari-rgb/boxing", device.type == "cuda"
+    for preset in ("paper", "fast") if cuda else ("debug",):
+        config = config_of(preset, random_steps=1600, collect_steps=8)
+        agent = mbarc.Agent(config, mbarc.spaces(env_id), [0], device)
+        for phase in agent.phases(env_id)[:3]:
+            plays = phase.name == "policy"  # a round: dreams, then one update
+            what = "a round of the policy" if plays else f"an update of the {phase.name} model"
+            count = min(phase.every, phase.steps)  # updates that a run makes at once
+            yield f"{preset}: {what}", 1e3 * seconds_per_call(_piece(phase, device, count), device, 10) / count, "ms"
+
+
+def _piece(phase: Phase, device: torch.device, count: int) -> Callable[[], None]:
+    stepper = Stepper(phase, device)
+    assert phase.begin is not None and phase.hook is not None
+    phase.begin()
+
+    def run() -> None:
+        phase.hook(1)  # type: ignore[misc]
+        stepper.run(0, count)
+
+    return run
+
+
 CASES: dict[str, Callable[[torch.device], Rows]] = {
     "mbarc-sim-step": sim_step,
     "mbarc-ppo-update": ppo_update,
     "mbarc-ppo-iteration": ppo_iteration,
+    "mbarc-run": in_a_run,
 }
