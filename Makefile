@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install quickstart test test-slow lint bench docs clean
+.PHONY: install quickstart test test-slow test-kernels lint bench docs clean
 
 install: .venv/.installed
 
@@ -27,6 +27,10 @@ test: install lint
 test-slow: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'ray[default]==2.60.0'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m slow --timeout 3600
+
+test-kernels: install # on a CPU, in Triton's interpreter; on a GPU the same tests run as they are
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'triton==3.7.1'
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/test_adafactor.py tests/test_adam.py tests/test_attention.py tests/test_bits.py tests/test_world_kernel.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from kernels import DEVICE, INTERPRETED, SHORT, on_gpu
 from torch import nn
 
 from replaylab.models.adafactor import Adafactor
@@ -79,7 +80,7 @@ def test_a_twin_gives_the_gradients_and_gets_the_weights():
             assert torch.equal(a, b) and torch.equal(twin, b.bfloat16())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@on_gpu
 @pytest.mark.parametrize("twinned", [False, True])
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_the_kernels_of_convolutions_follow_the_formula(order, twinned):
@@ -87,10 +88,11 @@ def test_the_kernels_of_convolutions_follow_the_formula(order, twinned):
     g = torch.Generator().manual_seed(0)
     shapes = [(7,), (5, 6), (6, 5, 4, 4), (9, 4, 3, 3), (3, 7, 8, 8), (4, 4, 1, 1), (300, 30, 4, 4)]
     plain = [nn.Parameter(torch.randn(s, generator=g) * 10.0**-i) for i, s in enumerate(shapes)]
-    fast = [nn.Parameter(p.detach().cuda().contiguous(memory_format=order if p.ndim == 4 else torch.preserve_format))
-            for p in plain]  # fmt: skip
-    twins = [p.detach().bfloat16().requires_grad_() for p in fast] if twinned else None
-    optimizers = Adafactor(plain, max_norm=20.0), Adafactor(fast, max_norm=20.0, compile=True, twins=twins)
+    orders = [order if p.ndim == 4 else torch.preserve_format for p in plain]
+    fast = [nn.Parameter(p.detach().to(DEVICE).clone(memory_format=o)) for p, o in zip(plain, orders, strict=True)]
+    twins = [p.detach().to(SHORT).requires_grad_() for p in fast] if twinned else None
+    optimizers = Adafactor(plain, max_norm=20.0), Adafactor(fast, max_norm=20.0, compile=not INTERPRETED, twins=twins)
+    optimizers[1].kernels |= INTERPRETED
     assert optimizers[1].kernels
     for step in range(4):
         for a, b in zip(plain, twins or fast, strict=True):
@@ -104,7 +106,7 @@ def test_the_kernels_of_convolutions_follow_the_formula(order, twinned):
                 entries |= {name: moment.cpu().contiguous() for name, moment in entries.items()}
             optimizers[1].load_state_dict(saved)
     for b, twin in zip(fast, twins or (), strict=twinned):
-        assert torch.equal(twin, b.bfloat16())
+        assert torch.equal(twin, b.to(SHORT))
     for a, b in zip(plain, fast, strict=True):
         torch.testing.assert_close(a, b.cpu(), rtol=1e-4, atol=1e-7)
         for name, moment in optimizers[0].state[a].items():

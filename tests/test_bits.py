@@ -1,4 +1,4 @@
-"""The world model's LSTM over bytes: its kernels against the plain loops, on the GPUs that they are for."""
+"""The world model's LSTM over bytes: its kernels against the plain loops."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import copy
 
 import pytest
 import torch
+from kernels import DEVICE, INTERPRETED, SHORT, on_hopper, plain_instructions
 from tiny_world import tiny
 
 from replaylab.models import bits as module
 from replaylab.models.bits import KERNELS, MEMORY, lstm
 
-pytestmark = pytest.mark.skipif(not KERNELS, reason="needs a Hopper GPU with Triton")
-if KERNELS:
+pytestmark = on_hopper
+if KERNELS or INTERPRETED:
     from replaylab.models import bits_kernel
 
-KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+KINDS = pytest.mark.parametrize("kind", [torch.float32, SHORT])
 SIZES = pytest.mark.parametrize(("batch", "steps"), [(1, 1), (1, 16), (4, 16), (16, 16), (20, 3), (64, 16)])
 
 
 @pytest.fixture(autouse=True)
-def exact():
+def exact(monkeypatch):
+    plain_instructions(bits_kernel, monkeypatch)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     torch.manual_seed(0)
@@ -29,7 +31,7 @@ def exact():
 
 
 def normal(*shape, scale=1.0):
-    return scale * torch.randn(*shape, device="cuda")
+    return scale * torch.randn(*shape, device=DEVICE)
 
 
 def apart(found, wanted):
@@ -76,6 +78,7 @@ def test_bytes_are_those_of_the_loop(kind, batch, steps):
         gates = table[chosen] + onward
 
 
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_prior_learns_as_on_the_cpu(monkeypatch, compiled):
     monkeypatch.setattr(module, "PRIOR_DROPOUT", 0.0)

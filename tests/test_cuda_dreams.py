@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from replaylab.models.layers import convolve, unfold
 
@@ -23,19 +22,6 @@ def test_convolutions_are_those_of_the_cpu(kernel, stride, padding, batch):
     torch.testing.assert_close(convolve(layer.cuda(), x.cuda()).cpu(), layer.cpu()(x), rtol=1e-4, atol=1e-4)
     up, size = nn.ConvTranspose2d(8, 16, 4, 2, 1), torch.Size([53, 40])
     torch.testing.assert_close(unfold(up.cuda(), x.cuda(), size).cpu(), unfold(up.cpu(), x, size), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("channels", [24, 96])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_the_likeliest_colours(channels, kind):
-    kernel = pytest.importorskip("replaylab.models.world_kernel")
-    x = torch.randn(3, channels, 21, 16, device=CUDA).to(kind).to(memory_format=torch.channels_last)
-    weight, bias = torch.randn(128, channels, device=CUDA).to(kind), torch.randn(128, device=CUDA).to(kind)
-    found = kernel.likeliest_colours(x, weight, bias)
-    logits = F.linear(x.permute(0, 2, 3, 1).double(), weight.double(), bias.double())
-    assert found.dtype == torch.uint8
-    short = logits.amax(-1) - logits.gather(3, found.long()[..., None])[..., 0]
-    assert short.max() < 1e-4 and (found == logits.argmax(-1)).float().mean() > 0.999
 
 
 def test_what_is_stored_while_dreaming_belongs_together():
