@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from replaylab.algos import Phase, Spaces, ppo
 from replaylab.algos.mbarc_settings import PRESETS as PRESETS
 from replaylab.algos.mbarc_settings import SMALLER as SMALLER
-from replaylab.algos.mbarc_settings import Config
-from replaylab.config import changed, without_effect
+from replaylab.algos.mbarc_settings import Config, check, counters, idle, plan
 from replaylab.data.frames import FrameReplay, Table
 from replaylab.errors import DataError, UsageError, require
 from replaylab.fuse import fused
@@ -68,31 +67,6 @@ def spaces(env_id: str) -> Spaces:
     seen, acts = env.single_observation_space, env.single_action_space
     env.close()
     return Spaces(list(seen.shape), "uint8", int(acts.n), True)
-
-
-def plan(config: Config) -> list[dict[str, int]]:
-    """The number of updates of each model in each epoch."""
-    each = config.reward_steps or reward.UPDATES[config.strategy]
-    return [
-        {
-            "world": config.world_steps * (config.world_first if epoch == 0 else 1),
-            "reward": 0 if config.strategy == "online" else each,
-            "policy": config.ppo_updates * (3 if epoch in config.tripled else 2 if epoch in config.doubled else 1),
-        }
-        for epoch in range(config.epochs)
-    ]
-
-
-def counters(config: Config) -> dict[str, int]:
-    """Totals of a whole run: updates, dreamed steps, policy gradients and real steps."""
-    total = {name: sum(epoch[name] for epoch in plan(config)) for name in ("world", "reward", "policy")}
-    played = config.rollout * config.agents
-    minibatches = played // min(config.ppo_minibatch, played)
-    return total | {
-        "dream_calls": total["policy"] * config.rollout,
-        "gradients": total["policy"] * config.ppo_epochs * minibatches,
-        "real_steps": config.random_steps + config.epochs * config.collect_steps,
-    }
 
 
 class Numbers:
@@ -145,7 +119,7 @@ class Agent(nn.Module):
         )  # fmt: skip
         self.optimizers = {"policy": self.ppo.optimizer} | self.world_trainer.optimizers
         self.optimizers |= self.reward_trainer.optimizers
-        self.notes = _idle(config)
+        self.notes = idle(config)
         # findings for the report, one entry per epoch
         self.log: dict[str, Any] = {"world": [], "reward": [], "policy": []}
         self.clock = time.monotonic()
@@ -162,7 +136,7 @@ class Agent(nn.Module):
         from replaylab.envs import atari_rgb
 
         config, batch = self.config, self.config.world_batch
-        _check(config)
+        check(config)
         env = envs.make_vec(env_id, config.games)
         rows = int(ROOM * counters(config)["real_steps"] / config.games) + 64
         with memory("the replay", "collect-steps", "epochs"):
@@ -424,35 +398,3 @@ def _told(collected: dict[str, Any]) -> str:
     if not ended:
         return f"{steps}, no game ended"
     return f"{steps}, {count(ended, 'game')} ended with {collected['mean_return']:,.1f} points on average"
-
-
-def _check(config: Config) -> None:
-    """Reject settings that would otherwise fail hours into the run."""
-    wanted = counters(config)["real_steps"]
-    if wanted > config.budget:
-        raise UsageError(
-            f"{wanted:,} real steps are planned, the budget is {config.budget:,}: lower --collect-steps or --epochs, "
-            "or raise --budget"
-        )
-    for name in ("random_steps", "collect_steps"):
-        if getattr(config, name) % config.games or getattr(config, name) < config.games:
-            option, games = f"--{name.replace('_', '-')}", f"--games ({config.games})"
-            raise UsageError(f"{option} must be {games} or a multiple of it, not {getattr(config, name)}")
-    if not 0 <= config.from_start <= config.agents:
-        raise UsageError(f"from_start must be from 0 to agents ({config.agents}), not {config.from_start}")
-    if config.agents * config.rollout < 2:
-        raise UsageError("one dreamed step is too little for an update of the policy: raise --agents or --rollout")
-    reward.masses_of(torch.ones(4, dtype=torch.bool), config.masses, config.classes)
-    for name in changed(config, ("doubled", "tripled"), PRESETS.values()):
-        if max(epochs := getattr(config, name), default=0) >= config.epochs:
-            raise UsageError(f"{name} names epoch {max(epochs)}; they are 0 to {config.epochs - 1}")
-
-
-def _idle(config: Config) -> list[str]:
-    """Notes on settings that the strategy does not use; a comparison of strategies may well give them to all."""
-    strategy = f"with --strategy {config.strategy}"
-    rules = [
-        (config.strategy != "mbarc", strategy, ("masses", "classes", "near")),
-        (config.strategy == "online", strategy, ("reward_steps", "reward_batch", "reward_shift")),
-    ]
-    return without_effect(config, PRESETS.values(), rules)

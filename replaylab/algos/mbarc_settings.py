@@ -1,12 +1,15 @@
-"""MBARC's settings and presets."""
+"""MBARC's settings and presets, and what they come to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from replaylab.algos import ppo
-from replaylab.config import COUNT, FROM_0, RATE, SHARE, Within, knob
+from replaylab.config import COUNT, FROM_0, RATE, SHARE, Within, changed, knob, without_effect
+from replaylab.errors import UsageError
 from replaylab.models import reward
 from replaylab.models.dream import MOST_HELD
 
@@ -111,3 +114,60 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SMALLER = {None: "small", "fast": "small", "paper": "small"}  # suggested on a CPU, where these take days
+
+
+def plan(config: Config) -> list[dict[str, int]]:
+    """The number of updates of each model in each epoch."""
+    each = config.reward_steps or reward.UPDATES[config.strategy]
+    return [
+        {
+            "world": config.world_steps * (config.world_first if epoch == 0 else 1),
+            "reward": 0 if config.strategy == "online" else each,
+            "policy": config.ppo_updates * (3 if epoch in config.tripled else 2 if epoch in config.doubled else 1),
+        }
+        for epoch in range(config.epochs)
+    ]
+
+
+def counters(config: Config) -> dict[str, int]:
+    """Totals of a whole run: updates, dreamed steps, policy gradients and real steps."""
+    total = {name: sum(epoch[name] for epoch in plan(config)) for name in ("world", "reward", "policy")}
+    played = config.rollout * config.agents
+    minibatches = played // min(config.ppo_minibatch, played)
+    return total | {
+        "dream_calls": total["policy"] * config.rollout,
+        "gradients": total["policy"] * config.ppo_epochs * minibatches,
+        "real_steps": config.random_steps + config.epochs * config.collect_steps,
+    }
+
+
+def check(config: Config) -> None:
+    """Reject settings that would otherwise fail hours into the run."""
+    wanted = counters(config)["real_steps"]
+    if wanted > config.budget:
+        raise UsageError(
+            f"{wanted:,} real steps are planned, the budget is {config.budget:,}: lower --collect-steps or --epochs, "
+            "or raise --budget"
+        )
+    for name in ("random_steps", "collect_steps"):
+        if getattr(config, name) % config.games or getattr(config, name) < config.games:
+            option, games = f"--{name.replace('_', '-')}", f"--games ({config.games})"
+            raise UsageError(f"{option} must be {games} or a multiple of it, not {getattr(config, name)}")
+    if not 0 <= config.from_start <= config.agents:
+        raise UsageError(f"from_start must be from 0 to agents ({config.agents}), not {config.from_start}")
+    if config.agents * config.rollout < 2:
+        raise UsageError("one dreamed step is too little for an update of the policy: raise --agents or --rollout")
+    reward.masses_of(torch.ones(4, dtype=torch.bool), config.masses, config.classes)
+    for name in changed(config, ("doubled", "tripled"), PRESETS.values()):
+        if max(epochs := getattr(config, name), default=0) >= config.epochs:
+            raise UsageError(f"{name} names epoch {max(epochs)}; they are 0 to {config.epochs - 1}")
+
+
+def idle(config: Config) -> list[str]:
+    """Notes on settings that the strategy does not use; a comparison of strategies may well give them to all."""
+    strategy = f"with --strategy {config.strategy}"
+    rules = [
+        (config.strategy != "mbarc", strategy, ("masses", "classes", "near")),
+        (config.strategy == "online", strategy, ("reward_steps", "reward_batch", "reward_shift")),
+    ]
+    return without_effect(config, PRESETS.values(), rules)
