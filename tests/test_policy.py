@@ -35,7 +35,8 @@ def test_the_reward_of_the_last_episode_is_not_taken_off_the_next(run, log):
     policy = replaylab.load_policy(run)
     policy.act(rows[:2])
     policy.reset(np.array([True, False]))
-    assert np.array_equal(policy.act(rows[4:6], rewards=[3.0, 1.0])[0], first)  # 3 ended the episode before
+    acted = policy.act(rows[4:6], rewards=[3.0, 1.0])[0]  # 3 ended the episode before
+    np.testing.assert_allclose(acted, first, rtol=0, atol=1e-6)  # one row and two are not summed alike on every CPU
     assert policy.state.asked.tolist() == [[5.0, 4.0]]
 
 
