@@ -254,7 +254,8 @@ def test_published_returns_of_games_are_normalised_like_ours(tmp_path):
     assert theirs["score"] == "normalised" and float(theirs["mean"]) == pytest.approx(100 * 1734.4 / 1067.5)
     assert "normalised here" in Page(re.sub(r'<a href="[^"#]+"', '<a href="#"', compare(run).read_text())).text
     export(run, tmp_path / "results")
-    assert "1 seed, normalised here | 162.5 |" in results_markdown(tmp_path / "results", tmp_path / "R.md")
+    text = results_markdown(tmp_path / "results", tmp_path / "R.md")
+    assert "| MBARC (MBARC README) | 162.5 |" in text and "1 seed, normalised here\n" in text
 
 
 def test_a_sweep_without_any_evaluation_has_a_page(tmp_path):

@@ -44,8 +44,13 @@ def test_evidence_is_small_and_the_text_is_made_from_it(sweep, tmp_path):
     assert (
         "| bc | `steps 200` | **60 ± 10** | 85.0 ± 5.0 | 60.0 [50.0, 70.0] | 2 x 2 | 6 min 00 s | NVIDIA H200 |" in text
     )
-    assert "| dt, target 3600 |" in text and "*published:* DT (CORL)" in text and "shared the GPU" in text
-    assert "replaylab train bc" in text and "2026-01-03" in text
+    assert "| dt, target 3600 |" in text and "| DT (CORL) | 65.1 ± 1.6 |" in text and "- CORL: D4RL v2" in text
+    assert "1 further evaluation of these" in text and "| dt-hopper-medium | target 1800 | **30.50 ± 0.50** |" in text
+    assert (
+        "\n- dt-hopper-medium: shared the GPU\n" in text
+        and "dt-hopper-medium\n```\nreplaylab train dt\n" in text
+        and "2026-01-03" in text
+    )
     assert "| `sac-update` | sac update | 0.25 ms | 12.9 ms (GORMPO) |" in text
     assert "| `sac-update` | eight seeds | 0.5 ms |  |" in text  # the original was timed with one
     with pytest.raises(UsageError, match="no result files"):
@@ -57,7 +62,7 @@ def test_the_evidence_names_its_own_folder_and_only_files_that_are_there(tmp_pat
     export(make_run(Path("a"), [(200, 0, [10])]), "mine/kept")
     text = results_markdown("mine/kept", "R.md")
     assert "`replaylab report mine/kept --out R.md` from the files in `mine/kept/`" in text
-    assert "[a.json](mine/kept/a.json)" in text and "NOTES.md" not in text
+    assert "[a](mine/kept/a.json)" in text and "NOTES.md" not in text
     Path("NOTES.md").write_text("")
     assert "[NOTES.md](NOTES.md)" in results_markdown("mine/kept", "R.md")
 
@@ -68,7 +73,7 @@ def test_evidence_of_a_run_without_a_simulator_has_a_row(tmp_path):
     (run / "run.json").write_text(json.dumps(info))
     export(run, tmp_path / "results")
     text = results_markdown(tmp_path / "results", tmp_path / "R.md")
-    assert "| bc | `steps 200` | not evaluated |  |  |  | 6 min 00 s | NVIDIA H200 | 2026-01-03 | [a.json]" in text
+    assert "| bc | `steps 200` | not evaluated |  |  |  | 6 min 00 s | NVIDIA H200 | 2026-01-03 | [a]" in text
     assert "```" not in text
 
 

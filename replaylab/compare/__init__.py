@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from replaylab.compare.evidence import export, holds_results, results_markdown, write_results
+from replaylab.compare.evidence import export
+from replaylab.compare.evidence_text import holds_results, results_markdown, write_results
 from replaylab.compare.gather import Comparison, Entry, gather
 from replaylab.compare.sections import sections
 from replaylab.compare.tables import markdown, to_csv
