@@ -111,6 +111,7 @@ def check(cls: type, key: str, value: Any) -> Any:
     kind, is_list, optional = _value_type(typing.get_type_hints(cls)[key])
     if value is None and optional:
         return None
+    value = value.tolist() if hasattr(value, "tolist") else value  # NumPy's
 
     def one(item: Any) -> Any:
         item = typed(item)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from replaylab.algos import Phase
 from replaylab.data.damage import check_seed, corrupt
-from replaylab.data.ends import refuse_huge
+from replaylab.data.ends import plain, refuse_huge
 from replaylab.data.episodes import Episodes
 from replaylab.data.read import load as load_data
 from replaylab.data.sample import BLOCK, draw, left_out
@@ -201,7 +201,8 @@ def fit(
     _check_folder(out, overwrite)
     check_seed(seed)
     check_percentile(percentile)
-    seed = int(seed)  # a NumPy number is no seed to torch
+    seed, percentile = int(seed), float(percentile)  # NumPy numbers are no seed to torch, and nothing to JSON
+    settings = {name: plain(value) for name, value in settings.items()}
     episodes = data if isinstance(data, Episodes) else load_data(data, **(data_options or {}))
     place = pick_device(device)
     if place.type == "cuda":
@@ -396,7 +397,7 @@ def score(
         "kind": model.report["kind"],
         "inputs": model.report["inputs"],
         "rows": len(rows),
-        "percentile": percentile,
+        "percentile": float(percentile),
         "threshold": threshold,
         "flagged": float((log_prob < threshold).mean()),
         "mean": float(log_prob.mean()),

@@ -40,7 +40,7 @@ def test_assess_a_run_folder(run):
     assert (
         lines[0].startswith("data: discounted return") and lines[2].startswith("seed 1: ") and "- Nothing" in str(lines)
     )
-    own = assess(out, device="cpu", budget=TINY, gamma=0.5)
+    own = assess(out, device="cpu", budget=TINY, gamma=np.float32(0.5))  # written as JSON
     assert own["seen"] == 1 and own["rows"] == 1000 and own["fqe"]["gamma"] == 0.5
     (folder / "other.npz").write_bytes((folder / "train.npz").read_bytes())
     same = assess(out, [folder / "other.npz"], device="cpu", budget=TINY)

@@ -66,9 +66,9 @@ def test_values_must_fit(layer):
 
 
 def test_numbers_of_numpy_and_ranges_are_numbers_and_lists():
-    found = one(rate=np.float32(0.5), limit=np.int64(3), sizes=range(1, 3))
-    assert (found.rate, found.limit, found.sizes) == (0.5, 3, [1, 2])
-    assert [type(x) for x in (found.rate, found.limit)] == [float, int]
+    found = one(rate=np.float32(0.5), limit=np.int64(3), sizes=np.arange(1, 3), flag=np.bool_(False))
+    assert (found.rate, found.limit, found.sizes) == (0.5, 3, [1, 2]) == (0.5, 3, one(sizes=range(1, 3)).sizes)
+    assert [type(x) for x in (found.rate, found.limit, found.flag)] == [float, int, bool]
 
 
 def test_command_line_gives_only_what_was_asked():

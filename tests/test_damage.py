@@ -241,6 +241,13 @@ def test_next_observations_of_the_shifted_half_are_shifted():
     assert test.final_known.all()
 
 
+def test_numpys_numbers_are_taken():
+    full = line(80)
+    given = {"drop": np.float32(0.5), "reward": np.array([0, 1], np.float32)}
+    found = sparsify(full, "reward-action-box", seed=np.int64(3), **given)
+    assert found.meta["damage"] == sparsify(full, "reward-action-box", seed=3, drop=0.5, reward=[0, 1]).meta["damage"]
+
+
 def test_corrupt_repeats_with_its_seed_only():
     full = make_episodes([5] * 12)
     one, same, other = (corrupt(full, 1.0, seed=s) for s in (1, 1, 2))

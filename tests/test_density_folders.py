@@ -236,8 +236,11 @@ def test_mistakes_are_found_before_the_training(monkeypatch):
         density.score({}, walk(600))
 
 
-def test_numpys_numbers_are_taken_for_distances_and_the_seed(tmp_path):
-    given = {"steps": np.int64(2), "distances": np.array([1.0, 2.0]), "seed": np.int64(3)}
-    model = density.fit(walk(600), "realnvp", tmp_path / "d", device="cpu", **given, **SMALL["realnvp"])
+def test_numpys_numbers_are_taken(tmp_path):
+    given = {"steps": np.int64(2), "distances": np.array([1.0, 2.0]), "seed": np.int64(3), "percentile": np.float32(5)}
+    settings = {"couplings": np.int64(2), "hidden": np.array([8, 8])}
+    model = density.fit(walk(600), "realnvp", tmp_path / "d", device="cpu", **given, **settings)
     assert [test["distance"] for test in model.report["tests"]] == [1.0, 2.0]
-    assert density.load(tmp_path / "d", "cpu").report["seed"] == 3
+    report = density.load(tmp_path / "d", "cpu").report
+    assert (report["seed"], report["percentile"]) == (3, 5) and report["settings"] == {"couplings": 2, "hidden": [8, 8]}
+    assert json.loads(json.dumps(density.score(tmp_path / "d", walk(600), percentile=np.int64(2))))["percentile"] == 2

@@ -335,6 +335,7 @@ def test_noise_that_makes_no_sense():
         with pytest.raises(UsageError, match="loc of noise must be a number, not"):
             Noise(0.1, loc=wrong)
     assert Noise(np.float32(0.5), loc=np.int64(1)) == Noise(0.5, loc=1)
+    assert json.dumps(vars(Noise(np.float32(0.5), loc=np.int64(1))))  # an evaluation is written with its noise
     with pytest.raises(UsageError, match="action noise"):
         envs.make("CartPole-v1", noise=Noise(action_scale=0.1))
     for make in (envs.make, partial(envs.make_vec, num_envs=2)):

@@ -220,6 +220,17 @@ def test_concatenate_shifts_offsets_and_keeps_shared_extras():
         concatenate([a, from_rows(np.zeros((2, 5)), np.zeros((2, 1)), np.zeros(2))])
 
 
+def test_bounds_as_arrays_are_compared_as_numbers():
+    """As Gymnasium's `action_space.low` hands them out."""
+
+    def log(low: float) -> Episodes:
+        meta = {"action_low": np.array([low, -1.0]), "action_high": np.array([2.0, 1.0])}
+        return from_rows(rows(6), np.zeros((6, 2), np.float32), np.ones(6), meta=meta)
+
+    assert concatenate([log(-2), log(-2)]).action_bounds[0].tolist() == [-2, -1]
+    assert "action_low" not in concatenate([log(-2), log(-3)]).meta
+
+
 def test_returns_to_go_and_statistics():
     e = from_rows(rows(6), np.zeros((6, 1)), np.arange(6.0), flags(6, 2))
     assert e.returns_to_go().tolist() == [3, 3, 2, 12, 9, 5]

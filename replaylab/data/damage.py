@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -198,12 +199,12 @@ def _check_continuous(episodes: Episodes, what: str) -> None:
 
 
 def _check_share(name: str, share: float) -> None:
-    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+    if not isinstance(share, Real) or not 0 <= share <= 1:
         raise UsageError(f"{name} must be from 0 to 1, not {share}")
 
 
 def _range(name: str, ends: Sequence[float], absolute: bool) -> tuple[float, float]:
-    pair = np.ndim(ends) == 1 and len(ends) == 2 and all(isinstance(end, (int, float)) for end in ends)
+    pair = np.ndim(ends) == 1 and len(ends) == 2 and all(isinstance(end, Real) for end in ends)
     if not pair or not ends[0] <= ends[1] or not (absolute or 0 <= ends[0] <= ends[1] <= 1):
         what = "two rising numbers" if absolute else "two rising quantiles from 0 to 1"
         raise UsageError(f"{name} must be {what}, not {ends}")

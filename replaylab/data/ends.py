@@ -111,6 +111,11 @@ def as_flags(name: str, flags: np.ndarray | None, rows: int) -> np.ndarray:
     return flags.astype(bool)
 
 
+def plain(value: Any) -> Any:
+    """NumPy's numbers and arrays as Python's, which compare as a whole and can be written as JSON."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
 def check_meta(meta: Any, actions: np.ndarray) -> None:
     """Meta comes from a file or a user and may hold anything: check the entries that the package relies on."""
     if not isinstance(meta, Mapping):

@@ -25,6 +25,7 @@ from replaylab.data.ends import (
     id_changes,
     limit_reached,
     more_ends,
+    plain,
     same_rows,
 )
 from replaylab.errors import DataError
@@ -289,7 +290,7 @@ def concatenate(parts: Sequence[Episodes]) -> Episodes:
     shared = {n for n in shared if len({p.extras[n].shape[1:] for p in parts}) == 1}
     starts = np.cumsum([0] + [len(p) for p in parts[:-1]])
     notes = [note for p in parts for note in p.meta.get("notes", [])]
-    meta = {k: v for k, v in first.meta.items() if all(p.meta.get(k) == v for p in parts)}
+    meta = {k: v for k, v in first.meta.items() if all(plain(p.meta.get(k)) == plain(v) for p in parts)}
     if first.discrete:
         meta["num_actions"] = max(p.num_actions for p in parts)
     meta |= {"source": [p.meta.get("source") for p in parts], "notes": notes[:MAX_NOTES]}

@@ -40,6 +40,7 @@ class Noise:
         for name, value in vars(self).items():
             if not isinstance(value, Real) or not math.isfinite(value):
                 raise UsageError(f"{name} of noise must be a number, not {value!r}")
+            object.__setattr__(self, name, float(value))  # JSON, which keeps it, has no NumPy numbers
         for name in ("action", "transition"):
             scale, rate = getattr(self, f"{name}_scale"), getattr(self, f"{name}_rate")
             if scale < 0:

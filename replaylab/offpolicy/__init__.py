@@ -140,6 +140,7 @@ def assess_agent(
     gamma = gamma if gamma is not None else float(getattr(agent.config, "gamma", 0.99))
     if not isinstance(gamma, Real) or not 0 <= gamma < 1:
         raise UsageError(f"gamma must be at least 0 and below 1, not {gamma!r}")
+    gamma = float(gamma)  # JSON has no NumPy numbers
     if episodes.discrete and not spaces.discrete and spaces.action_dim == 1:  # amounts that all happen to be whole
         kind = np.float32 if train is None else train.actions.dtype
         episodes = replace(episodes, actions=episodes.actions[:, None].astype(kind))
