@@ -224,6 +224,21 @@ def test_neighbours_are_the_nearest_of_other_episodes():
         assert float(distance[i]) == pytest.approx(np.sort(apart)[:3].mean(), rel=1e-3)
 
 
+def test_the_rows_of_a_small_log_have_only_those_of_other_episodes_as_neighbours():
+    log = habits(2)
+    few = log.select([0]).split(max_episode_steps=22)
+    small, one = Log(few, Spaces.of(log), CPU, 1), Log(log.select([0]), Spaces.of(log), CPU, 1)
+    assert few.lengths.tolist() == [22, 3]
+    owners = torch.as_tensor(few.episode_ids)
+    distance, near = Neighbours(small, 10).find(small.states[small.place], owners)
+    assert distance.isfinite().all() and (owners[near] != owners[:, None]).all()
+    tables, spaces = {0: table_of(small, small.actions)}, Spaces.of(log)
+    found = support(small, small, tables, spaces, 25, 10, small.states[None])
+    assert found["k"] == 3 and found["data"]["median"] > 0  # an action was compared with itself
+    assert np.isfinite(found["states"]["threshold"])
+    assert support(small, one, tables, spaces, 25, 10, small.states[None])["states"] is None  # nothing is usual there
+
+
 def test_discrete_support_is_whether_it_was_ever_done():
     log = chain(discrete=True, right=0.999)
     found = assess_agent(Constant(1, 0), Spaces.of(log), [0, 1], log, budget=TINY)["support"]

@@ -24,7 +24,9 @@ class Neighbours:
     """Exact nearest logged states, in standardised columns, on the device."""
 
     def __init__(self, log: Log, k: int):
-        self.log, self.k = log, min(k, len(log.place))
+        lengths = log.episodes.lengths
+        others = int(lengths.sum() - lengths.max())  # every row has so many in other episodes
+        self.log, self.k = log, min(k, others or len(log.place))
         self.mean, self.std = log.standard(log.states)
         self.points = (log.states[log.place] - self.mean) / self.std
         self.squares = self.points.square().sum(-1)
@@ -74,7 +76,8 @@ def support(
         "actions": _histograms(log.actions[rows], list(taken.values()), bool(log.choices)),
         "states": None,
     }
-    if not same or imagined is not None:
+    # what is usual is how far the states of one episode are from those of others
+    if (not same or imagined is not None) and train.episodes.num_episodes > 1:
         own = torch.as_tensor(np.random.default_rng(2).permutation(len(train.place))[:queries], device=device)
         usual_states, _ = neighbours.find(train.states[train.place[own]], neighbours.owner[own])
         limit = float(usual_states.quantile(0.95))
