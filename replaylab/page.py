@@ -124,8 +124,10 @@ def details(summary: str, body: str, *, open: bool = False) -> Html:
     return Html(f"<details{' open' if open else ''}><summary>{escape(summary)}</summary>{escape(body)}</details>")
 
 
-def grid(figures: Iterable[str], *, small: bool = False) -> Html:
-    return Html(f'<div class="grid{" small" if small else ""}">{"".join(figures)}</div>')
+def grid(figures: Iterable[str], *, small: bool = False, least: int = 330) -> Html:
+    """Figures beside each other, each at least so many pixels wide."""
+    width = "" if small or least == 330 else f' style="--least:{least}px"'
+    return Html(f'<div class="grid{" small" if small else ""}"{width}>{"".join(figures)}</div>')
 
 
 def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]]) -> Html:
@@ -221,7 +223,8 @@ overflow-wrap:anywhere}
 .status{font-weight:600}.finished{color:var(--good)}.failed{color:var(--bad)}.interrupted{color:var(--warn)}
 details{margin:8px 0}
 summary{cursor:pointer;font-weight:600;font-size:.92rem;padding:4px 0;overflow-wrap:anywhere}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr));gap:22px 28px;margin:8px 0}
+.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,var(--least,330px)),1fr));
+gap:22px 28px;margin:8px 0}
 .grid.small{grid-template-columns:repeat(auto-fill,minmax(min(46%,190px),1fr));gap:14px 18px}
 .small h3{font-size:.82rem;font-weight:500;color:var(--muted);margin:0}
 figure{margin:0;min-width:0;max-width:470px}
