@@ -17,9 +17,11 @@ from replaylab.page import Html, escape, number, plain
 
 SIZE = (360, 210)
 SMALL = (180, 112)
+SQUARE = (280, 278)  # with axes, the plot itself is a square
 COLOURS = 8
 DASHES = ("", "7 3", "2 3", "9 3 2 3")  # a second cue beside colour
 SHADES = 8
+LETTER = 6.4  # pixels that a digit of a label needs at most
 HUGE, TINY = 1e100, 1e-100  # values beyond are not drawn, spans below are none: arithmetic would over- or underflow
 
 
@@ -35,6 +37,7 @@ class Axis:
     start: float
     end: float
     log: bool = False
+    only: float | None = None  # the one value that there is to tell, if there is but one
 
     def at(self, value: Any) -> Any:
         value = np.log10(value) if self.log else np.asarray(value, np.float64)
@@ -42,6 +45,8 @@ class Axis:
 
     def ticks(self, count: int = 5) -> list[tuple[float, str]]:
         """(pixel, label) at round numbers."""
+        if self.only is not None:
+            return [(float(self.at(self.only)), number(self.only))]
         span = self.high - self.low
         if self.log:
             powers = range(math.ceil(self.low), math.floor(self.high) + 1)
@@ -74,35 +79,52 @@ def _flat(low: float, high: float) -> bool:
 def _axis(values: Any, start: float, end: float, *, pad: float = 0.05, log: bool = False, zero: bool = False) -> Axis:
     values = np.asarray(values, np.float64).ravel()
     values = values[np.abs(values) < HUGE]
-    if log:
-        values = np.log10(values[values > TINY])
+    values = values[values > TINY] if log else values
+    only = float(values[0]) if len(values) and _flat(values.min(), values.max()) and not zero else None
+    values = np.log10(values) if log else values
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if _flat(low, high):
         room = 0.1 * abs(low) if abs(low) > TINY else 0.5
-        return Axis(low - room, high + room, start, end, log)
+        return Axis(low - room, high + room, start, end, log, only)
     room = pad * (high - low)
     return Axis(low - (room if low or not zero else 0), high + (room if high or not zero else 0), start, end, log)
+
+
+def _up_ticks(y: Axis) -> list[tuple[float, str]]:
+    return y.ticks(max(2, round((y.start - y.end) / 34)))
+
+
+def _tick(at: float, y: float, label: str, width: int) -> str:
+    """A label under its place on a horizontal axis, moved as far as the picture's edge asks."""
+    half = LETTER * len(label) / 2
+    at = min(max(at, half + 1), width - half - 1)
+    return f'<text x="{at:.1f}" y="{y:.1f}" text-anchor="middle">{label}</text>'
 
 
 def _frame(x: Axis, y: Axis, x_label: str, y_label: str, size: tuple[int, int], count: int = 5) -> str:
     """Grid, tick labels and axis names."""
     parts = [f'<text class="name" x="2" y="11">{escape(y_label)}</text>']
-    for at, label in y.ticks(max(2, round((y.start - y.end) / 34))):
+    for at, label in _up_ticks(y):
         parts.append(f'<path class="grid-line" d="M{x.start:.1f} {at:.1f}H{x.end:.1f}"/>')
         parts.append(f'<text x="{x.start - 5:.1f}" y="{at + 3.5:.1f}" text-anchor="end">{label}</text>')
     for at, label in x.ticks(count):
-        parts.append(f'<text x="{at:.1f}" y="{y.start + 14:.1f}" text-anchor="middle">{label}</text>')
+        parts.append(_tick(at, y.start + 14, label, size[0]))
     parts.append(f'<path class="axis" d="M{x.start:.1f} {y.start:.1f}H{x.end:.1f}"/>')
     parts.append(f'<text class="name" x="{x.end:.1f}" y="{size[1] - 3}" text-anchor="end">{escape(x_label)}</text>')
     return "".join(parts)
 
 
-def _area(size: tuple[int, int], x_label: str, y_label: str) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Pixels of the plot: (left, right), (bottom, top)."""
-    width, height = size
-    return (44, width - 12), (height - (32 if x_label else 18), 22 if y_label else 8)
+def _heights(size: tuple[int, int], x_label: str, y_label: str) -> tuple[float, float]:
+    """Pixels of the plot's bottom and top."""
+    return size[1] - (32 if x_label else 18), 22 if y_label else 8
+
+
+def _widths(size: tuple[int, int], y: Axis) -> tuple[float, float]:
+    """Pixels of the plot's left and right: the labels of the vertical axis must fit beside it."""
+    longest = max((len(label) for _, label in _up_ticks(y)), default=0)
+    return max(44, 9 + LETTER * longest), size[0] - 12
 
 
 def figure(title: str, body: str, size: tuple[int, int], *, caption: str = "", legend: str = "") -> Html:
@@ -142,10 +164,9 @@ def lines(
     title: str, series: Sequence[Series], *, x_label: str = "", y_label: str = "", caption: str = "", log: bool = False
 ) -> Html:
     """Curves with bands. Values that cannot be drawn (NaN, infinity; zero and below on a log axis) leave a gap."""
-    (left, right), (bottom, top) = _area(SIZE, x_label, y_label)
-    x = _axis(np.concatenate([s.x for s in series]), left, right, pad=0.02)
     shown = [v for s in series for v in (s.y, s.low, s.high) if v is not None]
-    y = _axis(np.concatenate(shown), bottom, top, log=log)
+    y = _axis(np.concatenate(shown), *_heights(SIZE, x_label, y_label), log=log)
+    x = _axis(np.concatenate([s.x for s in series]), *_widths(SIZE, y), pad=0.02)
     parts = [_frame(x, y, x_label, y_label, SIZE)]
     parts += [_band(s, x, y) for s in series]  # bands first, so that no band hides a line
     parts += [_line(s, x, y) for s in series]
@@ -235,9 +256,9 @@ def histogram(
     size: tuple[int, int] = SIZE,
 ) -> Html:
     counts, edges = np.asarray(counts, np.float64), np.asarray(edges, np.float64)
-    (left, right), (bottom, top) = _area(size, x_label, y_label)
-    x = _axis(edges, left, right, pad=0.0)
-    y = _axis([0, max(counts.max(initial=0), 1e-9)], bottom, top, zero=True)
+    y = _axis([0, max(counts.max(initial=0), 1e-9)], *_heights(size, x_label, y_label), zero=True)
+    x = _axis(edges, *_widths(size, y), pad=0.0)
+    bottom = y.start
     gap = 0.5 if len(counts) > 1 else 0
     parts = [_frame(x, y, x_label, y_label, size, 5 if size[0] > 200 else 3)]
     for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
@@ -270,7 +291,7 @@ def bars(
     parts = []
     for at, label in x.ticks():
         parts.append(f'<path class="grid-line" d="M{at:.1f} 4V{height - 32}"/>')
-        parts.append(f'<text x="{at:.1f}" y="{height - 19}" text-anchor="middle">{label}</text>')
+        parts.append(_tick(at, height - 19, label, width))
     parts.append(f'<text class="name" x="{width - 12}" y="{height - 4}" text-anchor="end">{escape(x_label)}</text>')
     for i, (label, value, a, b) in enumerate(zip(labels, values, low, high, strict=True)):
         y = i * row
@@ -299,20 +320,26 @@ def density(
     *,
     caption: str = "",
     bins: int = 44,
+    within: tuple[float, float] | None = None,
+    scale: tuple[float, float] | None = None,
 ) -> Html:
-    """Points as a grid of cells: the more points the more opaque, coloured by the mean of `colour` in the cell."""
+    """Points as a grid of cells: the more points the more opaque, coloured by the mean of `colour` in the cell.
+
+    within: both axes' range, in a square, and scale: the colours' range, for pictures that are to be compared.
+    """
     good = (np.abs(x) < HUGE) & (np.abs(y) < HUGE) & (np.abs(colour) < HUGE)
     x, y, colour = x[good], y[good], colour[good]
     if not len(x):
         return nothing(f"{title}: no finite values to show")
     x_label, y_label, colour_label = labels
-    size = (SIZE[0], 300)
-    (left, right), (bottom, top) = _area(size, x_label, y_label)
-    across, up = _axis(x, left, right, pad=0.02), _axis(y, bottom, top, pad=0.02)
+    size = SQUARE if within else (SIZE[0], 300)
+    up = _axis(y if within is None else within, *_heights(size, x_label, y_label), pad=0.02)
+    across = _axis(x if within is None else within, *_widths(size, up), pad=0.02)
+    left, right, bottom, top = across.start, across.end, up.start, up.end
     edges = [np.linspace(a.low, a.high, bins + 1) for a in (across, up)]
     counts = np.histogram2d(x, y, edges)[0]
     means = np.histogram2d(x, y, edges, weights=colour)[0] / np.maximum(counts, 1)
-    low, high = np.quantile(means[counts > 0], [0.02, 0.98])
+    low, high = np.quantile(means[counts > 0], [0.02, 0.98]) if scale is None else scale
     shade = np.clip((means - low) / (high - low) if high > low else np.zeros_like(means), 0, 0.999)
     shade = (shade * SHADES).astype(int)
     opacity = np.ceil(4 * np.log1p(counts) / np.log1p(counts.max())).astype(int)  # 0 is empty, 4 is the fullest

@@ -87,10 +87,17 @@ def duration(seconds: Any) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
+def moment(stamp: Any) -> str:
+    """'2026-11-19 14:23 UTC' of an ISO time stamp; what is none stays as it is."""
+    found = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d)[\d:.]*(\+00:00|Z)?", str(stamp or "–"))
+    return f"{found[1]} {found[2]}{' UTC' if found[3] else ''}" if found else str(stamp or "–")
+
+
 def size_of(amount: float) -> str:
     """Bytes for people: '3.5 MiB'."""
     power = min(4, max(0, int(math.log2(max(amount, 1)) // 10)))
-    return f"{number(amount / 1024**power)} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    shown = float(f"{amount / 1024**power:.3g}") if power else amount
+    return f"{number(shown)} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 # --- pieces of a page
@@ -124,8 +131,10 @@ def details(summary: str, body: str, *, open: bool = False) -> Html:
     return Html(f"<details{' open' if open else ''}><summary>{escape(summary)}</summary>{escape(body)}</details>")
 
 
-def grid(figures: Iterable[str], *, small: bool = False) -> Html:
-    return Html(f'<div class="grid{" small" if small else ""}">{"".join(figures)}</div>')
+def grid(figures: Iterable[str], *, small: bool = False, least: int = 330) -> Html:
+    """Figures beside each other, each at least so many pixels wide."""
+    width = "" if small or least == 330 else f' style="--least:{least}px"'
+    return Html(f'<div class="grid{" small" if small else ""}"{width}>{"".join(figures)}</div>')
 
 
 def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]]) -> Html:
@@ -197,7 +206,8 @@ h2+h4{margin-top:0}
 p{margin:8px 0;overflow-wrap:anywhere}
 .note,figcaption,.scale{color:var(--muted);font-size:.84rem;line-height:1.45}
 .nothing{border:1px dashed var(--rule);border-radius:8px;padding:14px;color:var(--muted);margin:8px 0}
-.scroll{overflow-x:auto;margin:8px 0;-webkit-overflow-scrolling:touch;border:1px solid var(--rule);border-radius:8px}
+.scroll{overflow-x:auto;margin:8px 0;width:fit-content;max-width:100%;min-width:min(100%,30em);
+-webkit-overflow-scrolling:touch;border:1px solid var(--rule);border-radius:8px}
 table{border-collapse:separate;border-spacing:0;width:100%;font-size:.88rem;font-variant-numeric:tabular-nums}
 th,td{padding:7px 9px;text-align:left;vertical-align:top;white-space:nowrap}
 th{color:var(--muted);font-weight:600;font-size:.8rem;background:var(--bg)}
@@ -221,8 +231,10 @@ overflow-wrap:anywhere}
 .status{font-weight:600}.finished{color:var(--good)}.failed{color:var(--bad)}.interrupted{color:var(--warn)}
 details{margin:8px 0}
 summary{cursor:pointer;font-weight:600;font-size:.92rem;padding:4px 0;overflow-wrap:anywhere}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr));gap:22px 28px;margin:8px 0}
+.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,var(--least,330px)),1fr));
+gap:22px 28px;margin:8px 0}
 .grid.small{grid-template-columns:repeat(auto-fill,minmax(min(46%,190px),1fr));gap:14px 18px}
+.phases{display:flex;flex-wrap:wrap;gap:0 28px}.phases h4{margin-top:10px}.phases>div{min-width:0;max-width:100%}
 .small h3{font-size:.82rem;font-weight:500;color:var(--muted);margin:0}
 figure{margin:0;min-width:0;max-width:470px}
 figure svg{display:block;width:100%;height:auto}
@@ -243,5 +255,5 @@ svg .label{fill:var(--text)}
 .cell{fill:var(--v)}.scale i{background:var(--v)}
 @media (max-width:480px){header,main{padding-left:10px;padding-right:10px}section{padding:14px 12px}}
 @media print{section{break-inside:avoid;border:0}nav{display:none}}
-figure img{max-width:100%;image-rendering:pixelated}
+figure img{width:100%;image-rendering:pixelated}
 """

@@ -26,6 +26,7 @@ from replaylab.page import (
     escape,
     facts,
     grid,
+    moment,
     number,
     page,
     plus_minus,
@@ -39,6 +40,7 @@ from replaylab.results import (
     Evaluations,
     Run,
     compare,
+    dictionary,
     finite,
     read_runs,
     rows_of,
@@ -47,6 +49,7 @@ from replaylab.results import (
     why_unscored,
 )
 from replaylab.sections import sections_of
+from replaylab.sections.metrics import meaning
 
 __all__ = ["report", "summarize_runs"]
 
@@ -63,7 +66,7 @@ def report(run_paths: str | Path | Iterable[str | Path], out: str | Path) -> Pat
     rows = [row for run in runs for row in rows_of(run)]
     styles = _styles(runs)
     sections = [
-        ("Scores", _score_html(rows, _curves(runs, styles), styles)),
+        ("Scores", _score_html(runs, rows, styles)),
         *sections_of(runs),
         ("Training", _training_html(runs, styles)),
         *([("Data", _data_html(logged))] if (logged := [run for run in runs if run.config.get("data") != []]) else []),
@@ -83,8 +86,9 @@ def _name(run: str, label: str) -> str:
 def _styles(runs: list[Run]) -> dict[str, int]:
     """Name of a curve -> its colour and dash, the same in every chart."""
     named = {run.name: i for i, run in enumerate(runs)}
-    for i, run in enumerate(runs):
-        named |= {_name(run.name, g.label): i + j * len(runs) for j, g in enumerate(run.evaluations)}
+    for run in runs:
+        for group in run.evaluations:
+            named.setdefault(_name(run.name, group.label), len(named))
     return named
 
 
@@ -102,7 +106,8 @@ def _iqm(score: dict[str, Any] | None) -> str:
     return f"{middle} [{low}, {high}]"
 
 
-def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str, int]) -> Html:
+def _score_html(runs: list[Run], rows: list[dict[str, Any]], styles: dict[str, int]) -> Html:
+    curves = _curves(runs, styles)
     kept = _own(rows, [(row["path"], row["label"]) for row in rows])
     rest = [row for row in rows if not any(row is other for other in kept)]
     scored = [row for row in kept if row["return"]]
@@ -110,9 +115,9 @@ def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str
     if not scored:
         parts.append(charts.nothing(why_unscored(row["env"] for row in rows)))
     elif len(scored) == 1:
-        parts += [_hero(scored[0]), grid(curves)]
+        parts.append(grid([_hero(scored[0], _in_the_data(runs)), *curves]))
     else:
-        parts.append(grid([*_score_charts(scored, styles), *curves]))
+        parts += [grid([*_score_charts(scored, styles), *curves]), *map(_note, _in_the_data(runs))]
     head = ["Run", "Score", "IQM [95%]", "Return", "Seeds", "Episodes", "System", "Data", "Step", "Time", "Status"]
     parts.append(table(head, [_score_cells(row) for row in kept]))
     if rest:
@@ -128,9 +133,37 @@ def _score_html(rows: list[dict[str, Any]], curves: list[Html], styles: dict[str
                 "other seeds.</p>"
             )
         )
-    runs = {row["path"]: row for row in rows}.values()
-    parts.append(warning_list([f"{row['run']}: {note}" for row in runs for note in row["notes"]]))
+    parts.append(warning_list([_of(run, runs) + note for run in runs for note in run.doubts]))
+    told = [_of(run, runs) + note for run in runs for note in run.notes if note not in run.doubts]
+    parts += [_note(f"Training noted: {line}.") for line in told]
     return Html("".join(parts))
+
+
+def _note(words: str) -> Html:
+    return Html(f'<p class="note">{escape(words)}</p>')
+
+
+def _of(run: Run, runs: Sequence[Run]) -> str:
+    return f"{run.name}: " if len(runs) > 1 else ""
+
+
+def _in_the_data(runs: Iterable[Run]) -> list[str]:
+    """What the episodes that were learned from reach, in the environment of the run, which a score is held against."""
+    said: dict[str, None] = {}
+    for run in runs:
+        data, env = dictionary(run.info.get("data")), run.config.get("env")
+        returns, known = dictionary(data.get("return")), dictionary(data.get("normalized_return"))
+        mean, best = finite(returns.get("mean")), finite(returns.get("max"))
+        if mean is None or best is None or data.get("env_id") != env:
+            continue
+        low, high = finite(known.get("random")), finite(known.get("expert"))
+        kind = "return"
+        if low is not None and high is not None and high > low:
+            kind, mean, best = "normalised score", *(100 * (v - low) / (high - low) for v in (mean, best))
+        paths = run.config.get("data")
+        label = ", ".join(_short_path(p) for p in paths) if isinstance(paths, list) else "the data"
+        said[f"For comparison, the episodes of {label}: {kind} {mean:,.1f} on average, {best:,.1f} at best."] = None
+    return list(said)
 
 
 def _own(found: Sequence[Any], names: Sequence[tuple[str, str]]) -> list[Any]:
@@ -144,13 +177,14 @@ def _own(found: Sequence[Any], names: Sequence[tuple[str, str]]) -> list[Any]:
             if not label or (run not in plain and first[run] == i)]  # fmt: skip
 
 
-def _hero(row: dict[str, Any]) -> Html:
+def _hero(row: dict[str, Any], beside: Sequence[str]) -> Html:
     score, kind = row["normalized"] or row["return"], "normalised score" if row["normalized"] else "return"
     over = f"{count(row['seeds'], 'seed')}, {count(row['episodes'], 'episode')}"
     mean, _, error = _score(score).partition(" ")
     return Html(
-        f'<p class="hero">{mean} <small>{error} {kind}</small></p>'
+        f'<div><p class="hero">{mean} <small>{error} {kind}</small></p>'
         f'<p class="note">{escape(row["env"])}, {over}, step {row["step"]:,}; interquartile mean {_iqm(score)}</p>'
+        f"{''.join(map(_note, beside))}</div>"
     )
 
 
@@ -214,6 +248,7 @@ def _curves(runs: list[Run], styles: dict[str, int]) -> list[Html]:
     pictures = []
     everything = [(run, group) for run in runs for group in run.evaluations]
     everything = _own(everything, [(str(run.path), group.label) for run, group in everything])
+    everything = [(run, group) for run, group in everything if len(group.lines) > 1]  # one point is no curve
     for env in dict.fromkeys(group.env for _, group in everything):
         here = [(run, group) for run, group in everything if group.env == env]
         key = "normalized" if all(group.normalized for _, group in here) else "returns"
@@ -251,14 +286,20 @@ def _training_html(runs: list[Run], styles: dict[str, int]) -> Html:
                     by_step[line["step"]] = math.nan if known is None else known
     parts = []
     for phase, metrics in curves.items():
-        pictures = [_metric_chart(metric, by_run, styles) for metric, by_run in metrics.items()]
-        parts.append(Html(f"<h4>Phase: {escape(phase)}</h4>{grid(pictures[:SHOWN])}"))
+        pictures = [_metric_chart(phase, metric, by_run, styles) for metric, by_run in metrics.items()]
+        shown = grid(pictures[:SHOWN])
         if len(pictures) > SHOWN:
-            parts.append(details(f"{len(pictures) - SHOWN} more of {phase}", grid(pictures[SHOWN:])))
-    return Html("".join(parts)) if parts else charts.nothing("No training metrics were logged.")
+            shown = Html(shown + details(f"{len(pictures) - SHOWN} more of {phase}", grid(pictures[SHOWN:])))
+        wide = min(len(pictures), 3)
+        parts.append(f'<div style="flex:{wide} 1 {330 * wide}px"><h4>Phase: {escape(phase)}</h4>{shown}</div>')
+    if not parts:
+        return charts.nothing("No training metrics were logged.")
+    return Html(f'<div class="phases">{"".join(parts)}</div>')
 
 
-def _metric_chart(metric: str, by_run: dict[str, dict[Any, dict[float, float]]], styles: dict[str, int]) -> Html:
+def _metric_chart(
+    phase: str, metric: str, by_run: dict[str, dict[Any, dict[float, float]]], styles: dict[str, int]
+) -> Html:
     series, grouped, seeds = [], 1, []
     for name, by_seed in by_run.items():
         steps = sorted({step for by_step in by_seed.values() for step in by_step})
@@ -274,8 +315,10 @@ def _metric_chart(metric: str, by_run: dict[str, dict[Any, dict[float, float]]],
     shown = np.concatenate([s.y for s in series])
     shown = shown[np.isfinite(shown)]
     log = bool(len(shown)) and shown.min() > 0 and shown.max() / 30 > shown.min()
-    caption = f"Mean over {span(seeds, 'seed')}" + ("; band: lowest to highest seed" if max(seeds) > 1 else "")
-    caption += (f"; each point is the mean of up to {grouped} logged values" if grouped > 1 else "") + "."
+    known = meaning(phase, metric)
+    caption = f"{known}. " if known else ""
+    caption += f"Mean over {span(seeds, 'seed')}; band: lowest to highest" if max(seeds) > 1 else "One seed"
+    caption += (f"; a point is the mean of up to {grouped} logged values" if grouped > 1 else "") + "."
     return charts.lines(metric, series, x_label="step", y_label="log scale" if log else "", caption=caption, log=log)
 
 
@@ -304,7 +347,7 @@ def _data_html(runs: list[Run]) -> Html:
 
 def _differences(runs: list[Run], dicts: Sequence[dict[str, Any]], differing: Sequence[str]) -> Html:
     rows = [[key, *(text(d[key]) if key in d else "" for d in dicts)] for key in differing]
-    return table(["", *(run.name for run in runs)], rows)
+    return table(["Setting", *(run.name for run in runs)], rows)
 
 
 def _config_html(runs: list[Run]) -> Html:
@@ -312,8 +355,13 @@ def _config_html(runs: list[Run]) -> Html:
     differing = compare(configs)[1]
     parts = []
     if differing:
-        parts.append(Html('<p class="note">What differs between the runs:</p>'))
-        parts.append(_differences(runs, configs, differing))
+        shared = [key for key in differing if all(key in config for config in configs)]
+        own = [key for key in differing if key not in shared]
+        if shared:
+            parts += [_note("What differs between the runs:"), _differences(runs, configs, shared)]
+        if own:
+            title = f"{count(len(own), 'setting')} that not all of them have"
+            parts.append(details(title, _differences(runs, configs, own)))
     elif len(runs) > 1:
         parts.append(charts.nothing("All runs have the same configuration."))
     for run in runs:
@@ -325,11 +373,15 @@ def _config_html(runs: list[Run]) -> Html:
 def _machine_html(runs: list[Run]) -> Html:
     machines = []
     for run in runs:
-        machine = run.info.get("machine")
-        described = dict(machine) if isinstance(machine, dict) else {}
-        told = {"started": "", "finished": "", "parameters": ", all seeds", "command": ""}
-        described |= {key + more: run.info[key] for key, more in told.items() if key in run.info}
-        machines.append({**described, "time": duration(finite(run.info.get("seconds")))})
+        described: dict[str, Any] = {"time": duration(finite(run.info.get("seconds")))}
+        described |= {key: moment(run.info[key]) for key in ("started", "finished") if key in run.info}
+        described |= {"command": run.info["command"]} if "command" in run.info else {}
+        parameters = finite(run.info.get("parameters"))
+        described |= {} if parameters is None else {"parameters, all seeds": f"{parameters:,.0f}"}
+        machine = dict(dictionary(run.info.get("machine")))
+        if memory := machine.pop("memory_gib", None):
+            machine["memory"] = f"{text(memory)} GiB"
+        machines.append(described | machine)
     shared, differing = compare(machines)
     parts = facts((key, text(value)) for key, value in shared.items())
     return Html(parts + (_differences(runs, machines, differing) if differing else ""))

@@ -174,7 +174,7 @@ def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations
     differing = compare([g.settings for g in groups])[1]
     for group in groups:
         shown = {k: group.settings[k] for k in differing if k in group.settings}
-        group.label = ", ".join(f"{k}={text(v)}" for k, v in shown.items())
+        group.label = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {text(v)}" for k, v in shown.items())
     return groups
 
 

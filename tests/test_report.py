@@ -1,6 +1,7 @@
 """The report on fabricated run folders, and the pieces that pages are made of."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -105,7 +106,7 @@ def test_later_line_wins_and_a_cut_line_is_ignored(tmp_path):
 def test_settings_make_rows_of_their_own(tmp_path):
     lines = [evaluation(200, s, [r], target=r, scale=1) for s in (0, 1) for r in (1800.0, 3600.0)]
     first, second = summarize_runs([make_run(tmp_path / "a", lines)])
-    assert (first["label"], second["label"]) == ("target=1800.0", "target=3600.0")
+    assert (first["label"], second["label"]) == ("target 1800", "target 3600")
     assert (first["return"]["mean"], second["return"]["mean"]) == (1800, 3600)
 
 
@@ -115,8 +116,8 @@ def test_of_many_evaluations_each_run_keeps_its_own(tmp_path):
     asked = make_run(tmp_path / "asked", [evaluation(9, 0, [4.0], target=t) for t in (10, 20)])
     page = report([*plain, swept, asked], tmp_path / "page.html").read_text()
     table, rest = page.split("3 evaluations with other settings")
-    assert all(f"<b>{run.name}</b>" in table for run in (*plain, swept, asked)) and "target=10" in table
-    assert "a=1" in rest and "a=2" in rest and "target=20" in rest and "<td><b>plain" not in rest
+    assert all(f"<b>{run.name}</b>" in table for run in (*plain, swept, asked)) and "target 10" in table
+    assert "a 1" in rest and "a 2" in rest and "target 20" in rest and "<td><b>plain" not in rest
 
 
 def test_unfinished_runs_say_so(tmp_path):
@@ -217,7 +218,7 @@ def test_long_training_curves_are_averaged(tmp_path):
     metrics = [{"step": s, "phase": "p", "seed": 0, "seconds": 0.1, "loss": 1.0} for s in range(3000)]
     metrics += [{"step": 3000, "phase": "p", "seed": 0, "loss": float("inf"), "word": "text", "flag": True}]
     page = check_page(report([make_run(tmp_path / "a", [], metrics=metrics)], tmp_path / "page.html"))
-    assert "each point is the mean of up to 21 logged values" in page.text
+    assert "a point is the mean of up to 21 logged values" in page.text
     assert "word" not in page.text and len(page.html) < 40_000
 
 
@@ -413,3 +414,37 @@ def test_steps_are_those_of_all_phases_and_a_killed_run_is_told(tmp_path):
     assert "200 of 500" in check_page(report([running], tmp_path / "b.html")).text
     with RunFolder(running).lock():
         assert summarize_runs([running])[0]["status"] == "running"
+
+
+def test_a_score_is_held_against_the_data(tmp_path, data_summary):
+    run = make_run(tmp_path / "a", two_seeds(), data_summary)
+    page = report(run, tmp_path / "page.html").read_text()
+    low, high = scores.REFERENCES["hopper"]
+    mean, best = (100 * (data_summary["return"][key] - low) / (high - low) for key in ("mean", "max"))
+    assert f"logs/hopper.npz: normalised score {mean:.1f} on average, {best:.1f} at best." in page
+    other = make_run(tmp_path / "b", [evaluation(9, 0, [1.0], env="reacher2d")], data_summary, env="reacher2d")
+    assert "For comparison" not in report(other, tmp_path / "page.html").read_text()
+
+
+def test_what_training_noted_is_no_warning(tmp_path):
+    lines, notes = two_seeds(), {"notes": ["imagines 5 steps"]}
+    page = report(make_run(tmp_path / "a", lines, info=notes), tmp_path / "page.html").read_text()
+    assert '<p class="note">Training noted: imagines 5 steps.</p>' in page and "<li>" not in page
+    page = report(make_run(tmp_path / "b", lines[:1], info=notes), tmp_path / "page.html").read_text()
+    assert "<li>d4rl/hopper: 1 of 2 seeds evaluated</li>" in page and "Learning curve" not in page
+
+
+def test_every_evaluation_has_its_own_colour(tmp_path):
+    lines = [evaluation(200, s, [r], target=r) for s in (0, 1) for r in (1.0, 2.0, 3.0)]
+    runs = [make_run(tmp_path / "a", lines), make_run(tmp_path / "b", two_seeds())]
+    page = report(runs, tmp_path / "page.html").read_text()
+    bars = page[page.index("Last score") : page.index("Learning curve")]
+    colours = re.findall(r'class="bar (c\d)"', bars)
+    assert len(colours) == len(set(colours)) == 4
+
+
+def test_curves_say_what_they_show(tmp_path):
+    metrics = [{"step": s, "phase": "policy", "seed": 0, "alpha": 1.0, "unheard_of": s} for s in (1, 2)]
+    page = report(make_run(tmp_path / "a", [], metrics=metrics), tmp_path / "page.html").read_text()
+    assert "Weight of the policy&#x27;s entropy beside the reward. One seed." in page
+    assert "<figcaption>One seed.</figcaption>" in page

@@ -51,12 +51,25 @@ def points(rows: Any) -> np.ndarray:
 def _pictures(run: Run, found: dict[str, Any]) -> Html:
     shown = {way: points(found.get(way)) for way in WAYS}
     labels = ("action 1", "action 2", "Q")
-    figures = [charts.density(way, p[:, 0], p[:, 1], p[:, 2], labels, bins=60) for way, p in shown.items() if len(p)]
-    note = "Where the data is, and where each way of acting goes. Colour: what Q thinks, also where it cannot know."
+    everything = np.concatenate([*shown.values()])
+    good = everything[(np.abs(everything) < charts.HUGE).all(1)]
+    if not len(good):
+        return Html("")
+    around, scale = (float(good[:, :2].min()), float(good[:, :2].max())), tuple(np.quantile(good[:, 2], [0.02, 0.98]))
+    figures = [
+        charts.density(way, p[:, 0], p[:, 1], p[:, 2], labels, bins=50, within=around, scale=scale)
+        for way, p in shown.items()
+        if len(p)
+    ]
+    note = (
+        "Where the data's actions are, and where each way of acting goes, on the same axes. Colour, the same in all: "
+        "the value Q that the critic expects, also where the data cannot tell it. Selection takes the best of several "
+        "candidates; guidance bends the draws towards higher values."
+    )
     ours = re.search("toy[-_]bandit", text(run.config.get("data")))
     rows = [[way, *(f"{share:.0%}" for share in ring(p))] for way, p in shown.items() if len(p)] if ours else []
     shares = table(["actions", "within 0.1 of the best circle", "in the hole"], rows) if rows else Html("")
-    return Html(f"<p>{escape(note)}</p>{grid(figures)}{shares}") if figures else Html("")
+    return Html(f"<p>{escape(note)}</p>{grid(figures, least=250)}{shares}")
 
 
 def ring(actions: np.ndarray) -> tuple[float, float]:
