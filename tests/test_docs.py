@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from glob import glob
@@ -26,6 +25,7 @@ from replaylab.cli import build, main
 from replaylab.cli.parser import _leaf, _options
 from replaylab.offpolicy import Budget
 from replaylab.published import canonical, published
+from replaylab.scores import reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "README.ko.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -199,31 +199,38 @@ def test_the_korean_readme_is_in_step():
 
 
 def test_scores_in_the_readme_are_those_of_the_result_files():
-    """Each cell of its table is the mean ± error of a result file (or of two with other seeds, pooled), and what stands
-    in brackets is published for that system."""
-    table = (ROOT / "README.md").read_text().split("## Scores")[1].split("\n\n")[1].splitlines()
-    tasks = [
-        canonical(re.sub(r"(\w+) medium \+ expert", r"\1-medium-expert", t.strip())) for t in table[0].split("|")[2:-1]
-    ]
-    seen: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*-*.json")):
-        found = json.loads(path.read_text())
-        for score in found.get("scores", []) if isinstance(found, dict) else []:
-            key = found["system"], canonical(found["task"])
-            means = [line["mean"] for line in score["last"]]
-            pooled = [old + means for old in seen[key] if len(old) == len(means)]
-            seen[key] += [means, *pooled]
-    cells = 0
-    for row in table[2:]:
-        system = row.split("`")[1]
-        for task, cell in zip(tasks, row.split("|")[2:-1], strict=True):
-            if not cell.strip():  # not run
-                continue
-            mean, error, beside = re.fullmatch(r" \*\*(\S+) ± (\S+)\*\*(?: \((\S+)\))? ", cell).groups()
-            places = len(mean.partition(".")[2])
-            told = [f"{m:.{places}f} ± {e:.{places}f}" for m, e in map(stats.mean_and_error, seen[system, task])]
-            assert f"{mean} ± {error}" in told, (system, task)
-            known = [p.scores[task][0] for p in published([task], [system]) if task in p.scores]
-            assert beside is None or float(beside) in known, (system, task, known)
-            cells += 1
-    assert cells == 31
+    """Each row of its tables: the mean ± error and the seeds × episodes of the files it links to (pooled, if they are
+    several), and what is published for that system on that data."""
+    rows = 0
+    for line in (ROOT / "README.md").read_text().split("## Scores")[1].split("\n## ")[0].splitlines():
+        found = [json.loads((ROOT / f).read_text()) for f in re.findall(r"\((benchmarks/results/\S+?\.json)\)", line)]
+        if not found:
+            continue
+        label, told, size, beside, _ = (cell.strip() for cell in line.split("|")[1:-1])
+        mean, error = re.fullmatch(r"\*\*(\S+) ± (\S+)\*\*", told).groups()
+        rounding = 0.5001 * 0.1 ** len(mean.partition(".")[2])
+        system, task = found[0]["system"], canonical(found[0]["task"])
+        assert {f["system"] for f in found} == {system} and {canonical(f["task"]) for f in found} == {task}
+        name = system if "maze" in task else task.removeprefix("atari/").replace("-medium-expert", " medium + expert")
+        assert name in label.lower(), line
+        points = "atari" in found[0]["env"]  # told as the game's own, and of one seed its games' error
+        known = []
+        for evaluations in zip(*(f["scores"][: None if len(found) == 1 else 1] for f in found), strict=True):
+            seeds = [seed for evaluation in evaluations for seed in evaluation["last"]]
+            value, spread = stats.mean_and_error([seed["return" if points else "mean"] for seed in seeds])
+            if len(seeds) == 1:
+                low, high = reference(found[0]["env"])
+                spread = seeds[0]["std"] * (high - low) / 100 / (seeds[0]["episodes"] - 1) ** 0.5
+            if abs(value - number(mean)) < rounding and abs(spread - number(error)) < rounding:
+                known.append(f"{len(seeds)} × {seeds[0]['episodes']}")
+        assert size in known, (line, known)
+        figures = {p.label: p.scores[task][0] for p in published([task]) if task in p.scores}
+        ours = {p.scores[task][0] for p in published([task], [system]) if task in p.scores}
+        for name, figure in re.findall(r"([A-Za-z]+ )?([\d,]+(?:\.\d+)?)", beside):
+            assert abs(figures[name.strip()] - number(figure)) < 0.5 if name else number(figure) in ours, line
+        rows += 1
+    assert rows == 40
+
+
+def number(told: str) -> float:
+    return float(told.replace(",", ""))
