@@ -29,6 +29,7 @@ from replaylab.data.episodes import Episodes
 from replaylab.data.sample import left_out
 from replaylab.errors import DataError, UsageError
 from replaylab.models import termination
+from replaylab.models.adam import anneal
 from replaylab.models.density.base import check_percentile
 from replaylab.models.density.detect import doubts
 from replaylab.models.dynamics import Dynamics, Fit
@@ -88,8 +89,7 @@ class Agent(nn.Module):
 
     def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.config.actor_lr_decay:
-            cosine = torch.cos(math.pi * self.done / self.config.steps)
-            self.optimizers["policy"].param_groups[0]["lr"].copy_(self.config.actor_lr * (1 + cosine) / 2)
+            anneal(self.optimizers["policy"], self.config.actor_lr, self.done, self.config.steps)
         self.done += 1
         rows = torch.cat([batch["rows"], self.ring.sample(self.uniform.index_select(1, self.cursor)[:, 0])], 1)
         noise = self.noise.index_select(1, self.cursor)[:, 0]
