@@ -37,7 +37,7 @@ from replaylab.data.sample import BLOCK, draw, left_out
 from replaylab.density_pages import fit_page, summary
 from replaylab.errors import DataError, UsageError, nearest
 from replaylab.evaluate import pick_device
-from replaylab.models.adam import adam, clipped_step
+from replaylab.models.adam import adam, anneal, clipped_step
 from replaylab.models.density import INPUTS, KINDS, Density, make
 from replaylab.models.density.base import check_percentile
 from replaylab.models.density.detect import auroc, binned, detection, doubts
@@ -127,8 +127,7 @@ class Descent:
         self.optimizer = adam(self.parameters, rate)
 
     def __call__(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        cosine = torch.cos(math.pi * self.done / self.steps)
-        self.optimizer.param_groups[0]["lr"].copy_(self.lr * (1 + cosine) / 2)
+        anneal(self.optimizer, self.lr, self.done, self.steps)
         self.done += 1
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.model.loss(batch["x"])

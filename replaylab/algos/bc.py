@@ -9,7 +9,6 @@ return-conditioned method has to beat.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from replaylab.config import COUNT, FROM_0, RATE, Settings, Within, knob
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Transitions
 from replaylab.errors import UsageError
-from replaylab.models.adam import adam
+from replaylab.models.adam import adam, anneal
 from replaylab.models.mlp import ACTIVATIONS, MLP, generators
 
 
@@ -94,8 +93,7 @@ class Agent(nn.Module):
     def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         optimizer = self.optimizers["policy"]
         if self.config.lr_decay:
-            cosine = torch.cos(math.pi * self.done / self.config.steps)
-            optimizer.param_groups[0]["lr"].copy_(self.config.lr * (1 + cosine) / 2)
+            anneal(optimizer, self.config.lr, self.done, self.config.steps)
         self.done += 1
         optimizer.zero_grad(set_to_none=True)
         loss = self.loss(batch)

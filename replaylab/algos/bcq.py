@@ -29,7 +29,7 @@ from replaylab.data.episodes import Episodes
 from replaylab.data.sample import Store, Transitions
 from replaylab.models import draws
 from replaylab.models.adam import adam, clip_gradients
-from replaylab.models.mlp import MLP, generators
+from replaylab.models.mlp import MLP, generators, track
 
 LOG_STD = (-4.0, 15.0)  # limits in the VAE's posterior
 COLLAPSED = 1e-3  # a KL below this means that the latent carries no information
@@ -190,9 +190,8 @@ class Agent(nn.Module):
         for network in (self.actor, self.critics):
             clip_gradients(network.parameters(), len(self.seeds), self.config.clip)
         self.optimizers["all"].step()
-        with torch.no_grad():
-            for target, network in self.targets_of:
-                torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), self.config.tau)
+        for target, network in self.targets_of:
+            track(target, network, self.config.tau)
         return {
             "reconstruction": reconstruction.detach(),
             "kl": kl.detach(),

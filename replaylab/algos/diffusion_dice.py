@@ -38,7 +38,7 @@ from replaylab.data.sample import Later, Numbered, Pair, Store, Transitions, lef
 from replaylab.errors import UsageError
 from replaylab.models.adam import adam
 from replaylab.models.draws import keys, normal, own, uniforms, whole
-from replaylab.models.mlp import MLP, generators
+from replaylab.models.mlp import MLP, generators, track
 from replaylab.models.score import GuideNet, ScoreNet
 from replaylab.models.sdice import TWINS, Critics, Value, guide_loss, spread, value_loss, weights
 from replaylab.models.solver import LAST, blend
@@ -207,9 +207,7 @@ class Agent(nn.Module):
             self._set_rates({"score": config.behavior_lr}, 0.0, self.behavior_done, config.behavior_steps)
         self._descend("score", output, error * (2 / error.shape[1]))  # sum over action dimensions, mean over rows
         if self.average is not None:
-            with torch.no_grad():
-                slow, fast = tuple(self.average.parameters()), tuple(self.score.parameters())
-                torch._foreach_lerp_(slow, fast, 1 - config.behavior_ema)
+            track(self.average, self.score, 1 - config.behavior_ema)
         self.behavior_done += 1
         return {"score_loss": error.square().sum(-1).mean(1)}
 

@@ -26,7 +26,7 @@ from replaylab.data.episodes import Episodes
 from replaylab.errors import DataError
 from replaylab.models.dynamics import Dynamics, Fit
 from replaylab.models.imagine import Logged
-from replaylab.models.mlp import generators
+from replaylab.models.mlp import generators, track
 from replaylab.models.sdice import Value, spread, value_loss
 from replaylab.tensors import under
 
@@ -87,7 +87,7 @@ class Foresight(nn.Module):
         now = values.detach()
         loss, slope, _ = value_loss(now.flatten(0, 1), goal.repeat_interleave(config.values, 0), config.alpha)
         descend("value", values, slope.view(values.shape))
-        self.track()
+        track(self.slow, self.value, config.tau)
         y = (goal - now.mean(1)) / config.alpha
         found = {"value_loss": loss.view(now.shape[:2]).mean(1), "value": now.mean((1, 2))}
         return y, found | spread("y", y)
@@ -95,10 +95,6 @@ class Foresight(nn.Module):
     @torch.no_grad()
     def goal(self, rewards: Tensor, terminated: Tensor, following: Tensor) -> Tensor:  # (seeds, rows)
         return rewards + self.config.gamma * (1 - terminated) * self.values(self.slow, following).mean(1)
-
-    @torch.no_grad()
-    def track(self) -> None:
-        torch._foreach_lerp_(tuple(self.slow.parameters()), tuple(self.value.parameters()), self.config.tau)
 
     # --- choosing
 

@@ -22,6 +22,7 @@ from torch.nn.functional import huber_loss
 
 from replaylab.config import COUNT, FROM_0, RATE, SHARE, Settings, Within, knob
 from replaylab.errors import UsageError
+from replaylab.models.mlp import track
 from replaylab.models.pixels import NatureCNN
 from replaylab.step import Graph
 
@@ -227,8 +228,7 @@ class DQN(nn.Module):
         loss.backward()
         nn.utils.clip_grad_norm_(self.online.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
-        with torch.no_grad():
-            torch._foreach_lerp_(list(self.target.parameters()), list(self.online.parameters()), self.config.tau)
+        track(self.target, self.online, self.config.tau)
         for name, value in (("loss", loss.detach()), ("value", values.detach().mean()), ("updates", 1)):
             self.sums[name] += value
 

@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from replaylab.algos import Normalizer, Phase, Spaces
 from replaylab.algos.gormpo_density import DensityFit
 from replaylab.algos.gormpo_settings import PRESETS as PRESETS
-from replaylab.algos.gormpo_settings import Config, check_loaded, tuned
+from replaylab.algos.gormpo_settings import Config, check, check_loaded, tuned
 from replaylab.algos.sac import SAC
-from replaylab.config import changed
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import left_out
 from replaylab.errors import DataError, UsageError
 from replaylab.models import termination
-from replaylab.models.density.base import check_percentile
+from replaylab.models.adam import anneal
 from replaylab.models.density.detect import doubts
 from replaylab.models.dynamics import Dynamics, Fit
 from replaylab.models.imagine import (
@@ -43,7 +42,6 @@ from replaylab.models.imagine import (
     unpack,
     widen,
 )
-from replaylab.models.penalty import BOUNDED
 from replaylab.models.termination import same_family
 from replaylab.run import RunFolder
 from replaylab.step import Graph
@@ -87,9 +85,9 @@ class Agent(nn.Module):
     # --- the method: SAC on logged and imagined rows; models/imagine.py makes the latter
 
     def update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """SAC on logged rows and rows of the ring, with the random numbers that `imagine` drew for this update."""
         if self.config.actor_lr_decay:
-            cosine = torch.cos(math.pi * self.done / self.config.steps)
-            self.optimizers["policy"].param_groups[0]["lr"].copy_(self.config.actor_lr * (1 + cosine) / 2)
+            anneal(self.optimizers["policy"], self.config.actor_lr, self.done, self.config.steps)
         self.done += 1
         rows = torch.cat([batch["rows"], self.ring.sample(self.uniform.index_select(1, self.cursor)[:, 0])], 1)
         noise = self.noise.index_select(1, self.cursor)[:, 0]
@@ -112,8 +110,9 @@ class Agent(nn.Module):
     # --- the training phases
 
     def phases(self, episodes: Episodes) -> list[Phase]:
+        """Density, dynamics, policy. What is loaded has no phase, nor has a density that is fitted at once."""
         config = self.config
-        _check(config)
+        check(config)
         if config.normalize:
             self.normalizer.fit(episodes)
         data = Logged(episodes, self.device)
@@ -130,10 +129,10 @@ class Agent(nn.Module):
         inputs = self.density.report["inputs"] if self.density else config.density_inputs
         self.penalties = Penalties(config.penalty, coefficient, config.uncertainty, uncertainty_coefficient, inputs)
         self._make_imagination(data)
-        found = [self._policy(data)]
+        found = [self._policy_phase(data)]
         if config.dynamics_model is None:
             self.fit = self._make_fit(data)
-            found.insert(0, self._dynamics(self.fit))
+            found.insert(0, self._dynamics_phase(self.fit))
             self.notes += left_out(episodes, "dynamics")
         else:
             self._take_dynamics(RunFolder(config.dynamics_model), episodes.env_id)
@@ -164,20 +163,13 @@ class Agent(nn.Module):
             raise UsageError(f"{path}: {error}; {hint}") from error
         self.notes.append(f"ensembles of {path}")
 
-    def _dynamics(self, fit: Fit) -> Phase:
+    def _dynamics_phase(self, fit: Fit) -> Phase:
         return Phase(
-            "dynamics",
-            fit.steps,
-            fit,
-            fit.update,
-            every=fit.batches,
-            hook=fit.hook,
-            stop=fit.stop,
-            finish=self._finish_dynamics,
-            evaluates=False,
-        )
+            "dynamics", fit.steps, fit, fit.update, every=fit.batches, hook=fit.hook, stop=fit.stop,
+            finish=self._finish_dynamics, evaluates=False,
+        )  # fmt: skip
 
-    def _policy(self, data: Logged) -> Phase:
+    def _policy_phase(self, data: Logged) -> Phase:
         rows = LoggedRows(data.table(self.normalizer), self.seeds, self.real)
         every = self.config.rollout_every
         return Phase(
@@ -385,33 +377,3 @@ class Agent(nn.Module):
 
     def act(self, observations: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         return self.sac.mode(self.normalizer(observations)), state
-
-
-def _check(config: Config) -> None:
-    """Refuse settings for training; a run that was trained with them is still loaded."""
-    wanted = config.penalty != "none" and config.penalty_coef != 0
-    if wanted and config.density == "none" and config.density_model is None:
-        raise UsageError(
-            f"penalty {config.penalty} needs a density: pass --density or --density-model, or --penalty none"
-        )
-    chosen = config.density not in ("none", type(config)().density)
-    if config.penalty == "none" and (config.density_model is not None or chosen):
-        what = "--density" if config.density_model is None else "--density-model"
-        raise UsageError(f"a density without a penalty does nothing: pass --penalty tanh, or leave out {what}")
-    if config.penalty == "none" and config.penalty_coef:
-        raise UsageError("--penalty-coef without a penalty does nothing: pass --penalty and --density too")
-    if config.uncertainty == "none" and config.uncertainty_coef:
-        raise UsageError("--uncertainty-coef without a penalty does nothing: pass --uncertainty too")
-    if config.penalty not in (*BOUNDED, "none") and config.penalty_coef is None:
-        raise UsageError(f"penalty {config.penalty} has no usual size: pass --penalty-coef")
-    if int(config.batch_size * config.real_ratio) == config.batch_size:
-        raise UsageError(f"--real-ratio {config.real_ratio:g} leaves no imagined rows: it must be smaller")
-    if config.elites > config.members:
-        raise UsageError(f"elites must be from 1 to members ({config.members}), not {config.elites}")
-    if config.members == 1 and config.uncertainty in ("pairwise", "ensemble-std") and config.uncertainty_coef != 0:
-        raise UsageError(
-            f"uncertainty {config.uncertainty} compares members, and 1 has none beside it: raise --members"
-        )
-    if config.penalty == "none" and (idle := changed(config, ("percentile", "density_inputs"), PRESETS.values())):
-        raise UsageError(f"{idle[0]} without a density's penalty does nothing: leave it out, or pass --penalty")
-    check_percentile(config.percentile)

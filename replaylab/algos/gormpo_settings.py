@@ -1,4 +1,4 @@
-"""GORMPO's and MOPO's settings, presets, and tuned coefficients for known datasets."""
+"""GORMPO's and MOPO's settings, presets, tuned coefficients for known datasets, and what makes no sense."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from replaylab.data.episodes import Episodes
 from replaylab.errors import UsageError
 from replaylab.models import termination
 from replaylab.models.density import INPUTS, KINDS
-from replaylab.models.penalty import DENSITY, ENSEMBLE
+from replaylab.models.density.base import check_percentile
+from replaylab.models.penalty import BOUNDED, DENSITY, ENSEMBLE
 
 
 @dataclass
@@ -107,6 +108,36 @@ def tuned(episodes: Episodes) -> tuple[tuple[float, float, int], str]:
     spread = float(np.std(episodes.rewards)) or 1.0
     origin = "by the rule for environments that no table has: the deviation of the rewards for a density's penalty, 1 "
     return (float(f"{spread:.2g}"), 1.0, 5), origin + "for the ensemble's, 5 steps"
+
+
+def check(config: Config) -> None:
+    """Refuse settings for training; a run that was trained with them is still loaded."""
+    wanted = config.penalty != "none" and config.penalty_coef != 0
+    if wanted and config.density == "none" and config.density_model is None:
+        raise UsageError(
+            f"penalty {config.penalty} needs a density: pass --density or --density-model, or --penalty none"
+        )
+    chosen = config.density not in ("none", type(config)().density)
+    if config.penalty == "none" and (config.density_model is not None or chosen):
+        what = "--density" if config.density_model is None else "--density-model"
+        raise UsageError(f"a density without a penalty does nothing: pass --penalty tanh, or leave out {what}")
+    if config.penalty == "none" and config.penalty_coef:
+        raise UsageError("--penalty-coef without a penalty does nothing: pass --penalty and --density too")
+    if config.uncertainty == "none" and config.uncertainty_coef:
+        raise UsageError("--uncertainty-coef without a penalty does nothing: pass --uncertainty too")
+    if config.penalty not in (*BOUNDED, "none") and config.penalty_coef is None:
+        raise UsageError(f"penalty {config.penalty} has no usual size: pass --penalty-coef")
+    if int(config.batch_size * config.real_ratio) == config.batch_size:
+        raise UsageError(f"--real-ratio {config.real_ratio:g} leaves no imagined rows: it must be smaller")
+    if config.elites > config.members:
+        raise UsageError(f"elites must be from 1 to members ({config.members}), not {config.elites}")
+    if config.members == 1 and config.uncertainty in ("pairwise", "ensemble-std") and config.uncertainty_coef != 0:
+        raise UsageError(
+            f"uncertainty {config.uncertainty} compares members, and 1 has none beside it: raise --members"
+        )
+    if config.penalty == "none" and (idle := changed(config, ("percentile", "density_inputs"), PRESETS.values())):
+        raise UsageError(f"{idle[0]} without a density's penalty does nothing: leave it out, or pass --penalty")
+    check_percentile(config.percentile)
 
 
 def check_loaded(config: Config, theirs: dict[str, Any]) -> None:

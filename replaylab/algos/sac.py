@@ -23,7 +23,7 @@ from torch.nn.functional import softplus
 from replaylab.algos import Spaces
 from replaylab.config import COUNT, RATE, SHARE, Settings, knob
 from replaylab.models.adam import adam
-from replaylab.models.mlp import MLP, generators
+from replaylab.models.mlp import MLP, generators, track
 
 LOG_STD = (-5.0, 2.0)
 NO_WIDTH = 1e-8  # half the range of an action that never varies; keeps divisions finite
@@ -134,8 +134,7 @@ class SAC(nn.Module):
         self.optimizers["all"].zero_grad(set_to_none=True)
         (critic_loss + actor_loss + alpha_loss).sum().backward()
         self.optimizers["all"].step()
-        with torch.no_grad():
-            torch._foreach_lerp_(list(self.targets.parameters()), list(self.critics.parameters()), self.config.tau)
+        track(self.targets, self.critics, self.config.tau)
         return {
             "critic_loss": critic_loss.detach(),
             "actor_loss": actor_loss.detach(),

@@ -56,6 +56,12 @@ def clipped_step(optimizer: torch.optim.Optimizer, seeds: int, limit: float) -> 
     return norms
 
 
+def anneal(optimizer: torch.optim.Optimizer, lr: float, done: Tensor, steps: int) -> None:
+    """Set the learning rate, a tensor in the only group, for the update after `done`: it falls from `lr` to 0 along a
+    cosine."""
+    optimizer.param_groups[0]["lr"].copy_(lr * (1 + torch.cos(math.pi * done / steps)) / 2)
+
+
 class FusedAdam(torch.optim.AdamW):
     """PyTorch's. Its kernel takes weights and moments as they lie in memory, so loaded moments are put in the order of
     their weights: convolutions may have their channels last, a file has not."""

@@ -124,6 +124,12 @@ class MLP(nn.Module):
         return self.layers[-1](x)
 
 
+@torch.no_grad()
+def track(target: nn.Module, network: nn.Module, share: float) -> None:
+    """Move the target network's weights towards the network's (Polyak averaging): all the way with a share of 1."""
+    torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), share)
+
+
 def generators(seeds: Sequence[int], copies: int = 1) -> list[torch.Generator]:
     """One CPU generator a member, so that a seed starts from the same weights whoever trains beside it."""
     return [torch.Generator().manual_seed(seed * 1_000_003 + copy) for seed in seeds for copy in range(copies)]

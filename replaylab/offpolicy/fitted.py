@@ -22,8 +22,8 @@ from replaylab.algos import Phase, Spaces, bc
 from replaylab.data.episodes import Episodes
 from replaylab.data.sample import draw
 from replaylab.errors import DataError
-from replaylab.models.adam import adam
-from replaylab.models.mlp import MLP, generators
+from replaylab.models.adam import adam, anneal
+from replaylab.models.mlp import MLP, generators, track
 from replaylab.models.standard import divisors
 from replaylab.progress import Progress
 from replaylab.step import Stepper
@@ -163,13 +163,12 @@ class FittedQ:
             goal = batch["rewards"] + self.gamma * (1 - batch["terminated"]) * following.clamp(*self.bounds)
         values = self.values(self.network, batch["observations"], batch["vectors"].expand(self.policies, -1, -1, -1))
         loss = ((values - goal) / self.scale).square().mean(2)
-        self.optimizer.param_groups[0]["lr"].copy_(self.lr * (1 + torch.cos(math.pi * self.done / self.steps)) / 2)
+        anneal(self.optimizer, self.lr, self.done, self.steps)
         self.done += 1
         self.optimizer.zero_grad(set_to_none=True)
         loss.sum().backward()
         self.optimizer.step()
-        with torch.no_grad():
-            torch._foreach_lerp_(list(self.target.parameters()), list(self.network.parameters()), self.tau)
+        track(self.target, self.network, self.tau)
         return {"loss": loss.detach().mean(1)}
 
     @torch.no_grad()
