@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from replaylab.algos.ppo import PPO, Config, PixelPolicy, Policy, advantages, losses, orthogonal, sample
+from replaylab.algos.ppo import PPO, Config, PixelPolicy, Policy, VectorPolicy, advantages, losses, sample, train_vector
 
 CPU = torch.device("cpu")
 
@@ -143,56 +143,11 @@ def test_the_end_of_a_stretch_is_bootstrapped_once():
     assert ppo.cursor.item() == 0
 
 
-class VectorPolicy(Policy):
-    """Observations (batch, numbers) through two tanh layers; the critic has layers of its own."""
-
-    def __init__(self, inputs, actions, seed, width=64):
-        super().__init__()
-        g = torch.Generator().manual_seed(seed)
-
-        def trunk():
-            first, second = (orthogonal(nn.Linear(i, width), math.sqrt(2), g) for i in (inputs, width))
-            return nn.Sequential(first, nn.Tanh(), second, nn.Tanh())
-
-        self.actor, self.critic = trunk(), trunk()
-        self.policy = orthogonal(nn.Linear(width, actions), 0.01, g)
-        self.value = orthogonal(nn.Linear(width, 1), 1.0, g)
-
-    def answer(self, x):
-        return torch.cat([self.policy(self.actor(x)), self.value(self.critic(x))], -1)
-
-
-def play_and_learn(ppo, env, updates, until):
-    """Train in a vector environment until the mean of the last twenty episodes' returns is that high; all returns."""
-    seen, _ = env.reset(seed=0)
-    running, finished = np.zeros(ppo.agents), []
-    for _ in range(updates):
-        for _ in range(ppo.steps):
-            actions = ppo.act(torch.as_tensor(seen))
-            seen, rewards, terminated, truncated, _ = env.step(actions.numpy())
-            running += rewards
-            over = terminated | truncated
-            if truncated.any():  # the critic's value stands for the rest of the episode
-                with torch.no_grad():
-                    rest = ppo.policy(torch.as_tensor(seen))[:, -1].numpy()
-                rewards = rewards + ppo.config.gamma * rest * (truncated & ~terminated)
-            ppo.receive(torch.as_tensor(rewards), torch.as_tensor(over))
-            if over.any():
-                finished += running[over].tolist()
-                running[over] = 0
-                seen, _ = env.reset(options={"reset_mask": over})
-        ppo.stop(torch.as_tensor(seen))
-        ppo.learn()
-        if np.mean(finished[-20:] or [-math.inf]) >= until:
-            break
-    return finished
-
-
 def test_solves_cartpole():
     envs = pytest.importorskip("replaylab.envs")
     torch.manual_seed(0)
     env = envs.make_vec("CartPole-v1", 8)
     config = Config(ppo_lr=1e-3, ppo_clip=0.2, ppo_epochs=6, ppo_minibatch=256)
     ppo = PPO(VectorPolicy(4, 2, 0), config, 128, 8, (4,), torch.float32, CPU)
-    returns = play_and_learn(ppo, env, 250, until=475)  # half of all seeds are there after a hundred
+    returns = train_vector(ppo, env, 250, CPU, until=475)  # half of all seeds are there after a hundred
     assert np.mean(returns[:20]) < 60 and np.mean(returns[-20:]) >= 475, np.mean(returns[-20:])

@@ -5,9 +5,9 @@
     value       1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
     total       policy + value_coef value - entropy H(pi)
 
-R = A + V_old. After a terminated step V(s_{t+1}) is 0; where a rollout stops, V of the last state stands for the rest.
-Rollouts are written to buffers that are allocated once, and `learn` needs nothing from the host, so it can be captured
-as one CUDA graph. MBARC plays, in its dreams.
+R = A + V_old. After a terminated step V(s_{t+1}) is 0; after a truncated one the critic bootstraps, once. Rollouts are
+written to buffers that are allocated once, and `learn` needs nothing from the host, so it can be captured as one CUDA
+graph. `train_vector` is the loop for environments on the host; MBARC has its own for dreams on the device.
 """
 
 from __future__ import annotations
@@ -165,6 +165,25 @@ class PixelPolicy(Policy):
         return self.heads(x.float())  # bfloat16 is too coarse for log-probabilities and values
 
 
+class VectorPolicy(Policy):
+    """Observations (batch, numbers) through two tanh layers; the critic has layers of its own."""
+
+    def __init__(self, inputs: int, actions: int, seed: int, width: int = 64):
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+
+        def trunk() -> nn.Sequential:
+            first, second = (orthogonal(nn.Linear(i, width), math.sqrt(2), g) for i in (inputs, width))
+            return nn.Sequential(first, nn.Tanh(), second, nn.Tanh())
+
+        self.actor, self.critic = trunk(), trunk()
+        self.policy = orthogonal(nn.Linear(width, actions), 0.01, g)
+        self.value = orthogonal(nn.Linear(width, 1), 1.0, g)
+
+    def answer(self, x: Tensor) -> Tensor:
+        return torch.cat([self.policy(self.actor(x)), self.value(self.critic(x))], -1)
+
+
 def sample(outputs: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """Actions drawn from softmax(logits / temperature), as the argmax of logits / temperature + Gumbel noise."""
     logits = outputs[..., :-1]
@@ -263,3 +282,37 @@ class PPO:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         clipped_step(self.optimizer, 1, self.config.ppo_grad_clip)
+
+
+def train_vector(
+    ppo: PPO, env: Any, updates: int, device: torch.device, seed: int = 0, until: float = math.inf
+) -> list[float]:
+    """Train in a vector environment that waits for a reset when done (`envs.make_vec`). Gives the returns of finished
+    episodes. `until`: stop when the mean of the last twenty is that high.
+    """
+
+    def on_device(values: np.ndarray) -> Tensor:
+        return torch.as_tensor(values, dtype=ppo.observations.dtype, device=device)
+
+    seen, _ = env.reset(seed=seed)
+    running, finished = np.zeros(ppo.agents), list[float]()
+    for _ in range(updates):
+        for _ in range(ppo.steps):
+            actions = ppo.act(on_device(seen))
+            seen, rewards, terminated, truncated, _ = env.step(actions.cpu().numpy())
+            running += rewards
+            over = terminated | truncated
+            if truncated.any():  # bootstrap: the critic's value stands in for the rest
+                with torch.no_grad():
+                    rest = ppo.policy(on_device(seen))[:, -1].cpu().numpy()
+                rewards = rewards + ppo.config.gamma * rest * (truncated & ~terminated)
+            ppo.receive(torch.as_tensor(rewards, device=device), torch.as_tensor(over, device=device))
+            if over.any():
+                finished += running[over].tolist()
+                running[over] = 0
+                seen, _ = env.reset(options={"reset_mask": over})
+        ppo.stop(on_device(seen))
+        ppo.learn()
+        if np.mean(finished[-20:] or [-math.inf]) >= until:
+            break
+    return finished
