@@ -52,6 +52,7 @@ Data = Episodes | str | Path | Sequence[str | Path]
 
 DISTANCES = {"hopper": [1.0, 1.2, 1.4, 1.6, 1.8], "halfcheetah": [0.4, 0.6, 0.8, 1.0], "walker2d": [0.4, 0.6, 0.8, 1.0]}
 STEPS = {"realnvp": 20_000, "vae": 20_000, "kde": 0, "diffusion": 30_000, "neuralode": 10_000}
+BATCH, LR = 512, 1e-3
 CHECKS = 20  # evaluations on the validation rows during training
 JUDGES = 2048  # validation rows that choose the best weights; diffusion is costly to score
 TEST_ROWS = 10_000  # about this many held-out rows are shifted to test the model
@@ -194,7 +195,7 @@ def fit(
     """Fit a density model to the data; with `out`, also write a folder that `score` and GORMPO read.
 
     `settings` are those of the kind, such as couplings=8. Results are in `model.report`. The defaults of `steps`,
-    `batch_size` and `lr` are STEPS[kind], 512 and 0.001; a kind that is not trained in steps does not take them.
+    `batch_size` and `lr` are STEPS[kind], BATCH and LR; a kind that is not trained in steps does not take them.
     """
     _check_training(kind, steps, batch_size, lr)
     _check_folder(out, overwrite)
@@ -211,7 +212,7 @@ def fit(
     order = np.random.default_rng([seed, 81])  # shuffled, so that the first n rows are a fair sample
     x, validation, test = (torch.tensor(order.permutation(columns(p, inputs)[0])) for p in parts)
     x, validation = x.to(place), validation.to(place)
-    steps, batch_size, lr = int(steps or STEPS[kind]), int(batch_size or 512), float(lr or 1e-3)
+    steps, batch_size, lr = int(steps or STEPS[kind]), int(batch_size or BATCH), float(lr or LR)
     shifts = _check_distances(distances) or default_distances(episodes)
     model = make(kind, x.shape[1], seed, **settings).to(place)
     curve = train(model, x, validation, steps, batch_size, lr, seed)

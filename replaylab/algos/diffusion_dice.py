@@ -159,44 +159,8 @@ class Agent(nn.Module):
 
     # --- learning
 
-    def _descend(self, name: str, output: Tensor, slope: Tensor) -> None:
-        """One optimiser step, given the gradient of the loss with respect to a network's output."""
-        self.optimizers[name].zero_grad(set_to_none=True)
-        output.backward(slope)
-        self.optimizers[name].step()
-
-    def _set_rates(self, rates: dict[str, float], least: float, done: Tensor, steps: int) -> None:
-        """Let learning rates fall along a cosine, down to `least`."""
-        cosine = (1 + torch.cos(done * (math.pi / steps))) / 2
-        # runs in every update, so a shared rate is computed once
-        now = {rate: min(rate, least) + max(rate - least, 0.0) * cosine for rate in set(rates.values())}
-        for name, rate in rates.items():
-            self.optimizers[name].param_groups[0]["lr"].copy_(now[rate])
-
-    @staticmethod
-    def _noise(
-        key: Tensor, done: Tensor, actions: Tensor, copies: int = 1, power: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """A diffusion time per row, (seeds, batch, 1), and noise for its copies, (seeds, batch * copies, action)."""
-        members, batch, width = actions.shape
-        drawn = uniforms(key, done, whole(batch * (1 + copies * width)))
-        times, noise = own(drawn, [batch, batch * copies * width])
-        time = LAST + (1 - LAST) * ((1 + times) / 2) ** power
-        return time.view(members, batch, 1), normal(noise).view(members, -1, width)
-
-    def seen(self, observations: Tensor) -> Tensor:
-        return self.normalizer(observations) if self.config.normalize else observations
-
-    def _set_box(self) -> None:
-        """Center and unit of the actions, as the networks read and draw them: the noise of the diffusion suits numbers
-        of about 1. The unit is half the box, rounded to a power of four: [-1, 1] and its like stay as they are."""
-        half = box_unit((self.high - self.low) / 2)
-        self.center, self.unit = (self.high + self.low) / 2, torch.exp2(2 * (torch.log2(half) / 2).round())
-
-    def scaled(self, actions: Tensor) -> Tensor:
-        return (actions - self.center) / self.unit
-
     def behavior_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Denoising score matching: the score times sigma of a noisy action should be minus the noise in it."""
         config, actions = self.config, self.scaled(batch["actions"])
         time, noise = self._noise(self.behavior_keys, self.behavior_done, actions)
         alpha, sigma = blend(time)
@@ -210,13 +174,6 @@ class Agent(nn.Module):
             track(self.average, self.score, 1 - config.behavior_ema)
         self.behavior_done += 1
         return {"score_loss": error.square().sum(-1).mean(1)}
-
-    def returns_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        self._set_rates({"returns": RETURNS_LR}, 0.0, self.returns_done, self.config.returns_steps)
-        estimate, error = self.usual.error(batch["observations"], batch["row"])
-        self._descend("returns", estimate, error * (2 / error.shape[1]))
-        self.returns_done += 1
-        return {"returns_error": error.square().mean(1).expand(len(self.seeds))}
 
     def critic_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """One update of the values, then of the guidance, whose weights w come from the values."""
@@ -266,19 +223,6 @@ class Agent(nn.Module):
             found["ensemble_loss"] = q_loss[:, TWINS:].mean(1)
         return y, found | spread("y", before)
 
-    @torch.no_grad()
-    def _target(self, states: Tensor, actions: Tensor) -> Tensor:
-        with self._precision():
-            return self.critics.target(states, actions)
-
-    def _precision(self) -> torch.autocast:
-        """Applies to the matrix products of Q and guidance; sums, losses and V are always float32."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
-
-    def both_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        other = {k.removeprefix("second."): v for k, v in batch.items() if k.startswith("second.")}
-        return self.behavior_update(batch) | self.critic_update(other)
-
     def energies(self, states: Tensor, actions: Tensor) -> Tensor:
         """W of noisy copies of the actions, (seeds, batch, copies); the copies of one row share their time t."""
         assert self.guide is not None
@@ -288,6 +232,65 @@ class Agent(nn.Module):
         noise = noise.view(*actions.shape[:2], -1, actions.shape[-1])
         noisy = (alpha * actions)[:, :, None] + sigma[:, :, None] * noise
         return self.guide.body(noisy.flatten(1, 2), self.guide.condition(time, states)).view(noisy.shape[:3])
+
+    def both_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        other = {k.removeprefix("second."): v for k, v in batch.items() if k.startswith("second.")}
+        return self.behavior_update(batch) | self.critic_update(other)
+
+    def returns_update(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        self._set_rates({"returns": RETURNS_LR}, 0.0, self.returns_done, self.config.returns_steps)
+        estimate, error = self.usual.error(batch["observations"], batch["row"])
+        self._descend("returns", estimate, error * (2 / error.shape[1]))
+        self.returns_done += 1
+        return {"returns_error": error.square().mean(1).expand(len(self.seeds))}
+
+    # --- what the updates share
+
+    def seen(self, observations: Tensor) -> Tensor:
+        return self.normalizer(observations) if self.config.normalize else observations
+
+    def scaled(self, actions: Tensor) -> Tensor:
+        return (actions - self.center) / self.unit
+
+    def _set_box(self) -> None:
+        """Center and unit of the actions, as the networks read and draw them: the noise of the diffusion suits numbers
+        of about 1. The unit is half the box, rounded to a power of four: [-1, 1] and its like stay as they are."""
+        half = box_unit((self.high - self.low) / 2)
+        self.center, self.unit = (self.high + self.low) / 2, torch.exp2(2 * (torch.log2(half) / 2).round())
+
+    @staticmethod
+    def _noise(
+        key: Tensor, done: Tensor, actions: Tensor, copies: int = 1, power: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """A diffusion time per row, (seeds, batch, 1), and noise for its copies, (seeds, batch * copies, action)."""
+        members, batch, width = actions.shape
+        drawn = uniforms(key, done, whole(batch * (1 + copies * width)))
+        times, noise = own(drawn, [batch, batch * copies * width])
+        time = LAST + (1 - LAST) * ((1 + times) / 2) ** power
+        return time.view(members, batch, 1), normal(noise).view(members, -1, width)
+
+    @torch.no_grad()
+    def _target(self, states: Tensor, actions: Tensor) -> Tensor:
+        with self._precision():
+            return self.critics.target(states, actions)
+
+    def _precision(self) -> torch.autocast:
+        """Applies to the matrix products of Q and guidance; sums, losses and V are always float32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
+
+    def _descend(self, name: str, output: Tensor, slope: Tensor) -> None:
+        """One optimiser step, given the gradient of the loss with respect to a network's output."""
+        self.optimizers[name].zero_grad(set_to_none=True)
+        output.backward(slope)
+        self.optimizers[name].step()
+
+    def _set_rates(self, rates: dict[str, float], least: float, done: Tensor, steps: int) -> None:
+        """Let learning rates fall along a cosine, down to `least`."""
+        cosine = (1 + torch.cos(done * (math.pi / steps))) / 2
+        # runs in every update, so a shared rate is computed once
+        now = {rate: min(rate, least) + max(rate - least, 0.0) * cosine for rate in set(rates.values())}
+        for name, rate in rates.items():
+            self.optimizers[name].param_groups[0]["lr"].copy_(now[rate])
 
     # --- acting
 

@@ -177,9 +177,10 @@ class Agent(nn.Module):
             raise UsageError("ahead predicts vectors, not frames: leave it at 0")
         self.config, self.seeds, self.device, self.discrete = config, list(seeds), device, spaces.discrete
         self.shape = Shape(
-            seen, spaces.action_dim, spaces.discrete, config.context, config.width, config.layers, config.heads,
-            config.activation, config.dropout, config.style, config.max_timestep, config.condition == "return",
-            config.ahead > 0, config.timestep_std,
+            observation=seen, actions=spaces.action_dim, discrete=spaces.discrete, context=config.context,
+            width=config.width, layers=config.layers, heads=config.heads, activation=config.activation,
+            dropout=config.dropout, style=config.style, max_timestep=config.max_timestep,
+            returns=config.condition == "return", ahead=config.ahead > 0, timestep_std=config.timestep_std,
         )  # fmt: skip
         self.stack = spaces.frame_stack
         self.idle = () if spaces.discrete else ACTING

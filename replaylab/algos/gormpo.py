@@ -95,14 +95,14 @@ class Agent(nn.Module):
         return self.sac.update(unpack(rows, self.observation), noise)
 
     def imagine(self, step: int) -> dict[str, Tensor]:
-        """Runs every `rollout_every` updates: imagine new rows, and draw the noise of the updates until the next."""
+        """Runs every `rollout_every` updates: new rows for the ring, and the noise of the updates until the next."""
         if self.lacking:
             self.lacking.require()
         self._draw(step // self.config.rollout_every)
         self.cursor.zero_()
         if self.penalties.coefficient and self.penalties.density is None:
             self._use_density()
-        self.graph()
+        self.rollout()
         metrics = self.imagination.metrics()
         self._warn(metrics)
         return metrics
@@ -254,7 +254,7 @@ class Agent(nn.Module):
             actions=actions,
         )
         ours = self.termination in termination.KNOWN.values()  # a user's function may not fit a CUDA graph
-        self.graph = Graph(self.imagination.roll, self.device, capture=ours)
+        self.rollout = Graph(self.imagination.roll, self.device, capture=ours)
         self.data = data
         self.noise = torch.zeros(seeds, config.rollout_every, 2 * config.batch_size, actions, device=self.device)
         self.uniform = torch.zeros(seeds, config.rollout_every, fake, device=self.device)

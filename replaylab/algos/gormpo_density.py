@@ -49,7 +49,7 @@ class DensityFit:
         self.report |= {"percentile": config.percentile, "env_id": episodes.env_id}
         self.best = torch.full((), -torch.inf, device=device)
         self.kept: dict[str, Tensor] = {}
-        self.descent = library.Descent(self.model, self.steps, 1e-3) if self.steps else None
+        self.descent = library.Descent(self.model, self.steps, library.LR) if self.steps else None
 
     def _check(self, episodes: Episodes) -> None:
         where, usual = self.config.density_model, type(self.config)()
@@ -66,7 +66,7 @@ class DensityFit:
             )
 
     def phase(self) -> Phase:
-        rows = library.Rows(self.x, 512, 0)
+        rows = library.Rows(self.x, library.BATCH, 0)
         every = max(1, self.steps // library.CHECKS)
         return Phase(
             "density", self.steps, rows, self.update, self.begin, every, self.hook, finish=self.finish, evaluates=False

@@ -12,7 +12,7 @@ of seeds; the two critics of a seed are neighbours on it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,9 @@ class SAC(nn.Module):
 
     # --- the critics
 
-    def values(self, critics: MLP, observations: Tensor, actions: Tensor) -> Tensor:  # (seeds, 2, batch)
+    def values(
+        self, critics: Callable[[Tensor], Tensor], observations: Tensor, actions: Tensor
+    ) -> Tensor:  # (seeds, 2, batch)
         inputs = torch.cat([observations, (actions - self.center) / self.scale], -1).repeat_interleave(2, 0)
         return critics(inputs).view(len(self.seeds), 2, -1)
 
@@ -145,12 +147,8 @@ class SAC(nn.Module):
 
     def _frozen(self, observations: Tensor, actions: Tensor) -> Tensor:
         """Q_i(s, a) with gradients only to the actions."""
-        parameters = {name: p.detach() for name, p in self.critics.named_parameters()}
-
-        def call(inputs: Tensor) -> Tensor:
-            return torch.func.functional_call(self.critics, parameters, (inputs,))
-
-        return self.values(call, observations, actions)  # type: ignore[arg-type]
+        fixed = {name: p.detach() for name, p in self.critics.named_parameters()}
+        return self.values(lambda x: torch.func.functional_call(self.critics, fixed, (x,)), observations, actions)
 
     @torch.no_grad()
     def act(self, observations: Tensor, state: None = None) -> tuple[Tensor, None]:

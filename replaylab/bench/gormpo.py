@@ -64,7 +64,7 @@ def rollout(device: torch.device) -> Rows:
             spent = seconds_per_call(partial(agent.imagine, 0), device, 5 if device.type == "cuda" else 1)
             name = f"rollout of {agent.imagination.rows:,} x 5, {what}, {_count(seeds)}"
             yield name, 1e3 * spent, "ms"
-            alone = seconds_per_call(agent.graph, device, 5 if device.type == "cuda" else 1)
+            alone = seconds_per_call(agent.rollout, device, 5 if device.type == "cuda" else 1)
             yield f"of it, the graph alone, {what}, {_count(seeds)}", 1e3 * alone, "ms"
 
 

@@ -57,7 +57,7 @@ def clipped_step(optimizer: torch.optim.Optimizer, seeds: int, limit: float) -> 
 
 
 def anneal(optimizer: torch.optim.Optimizer, lr: float, done: Tensor, steps: int) -> None:
-    """Set the learning rate, a tensor in the only group, for the update after `done`: it falls from `lr` to 0 along a
+    """Set the learning rate, a tensor in the first group, for the update after `done`: it falls from `lr` to 0 along a
     cosine."""
     optimizer.param_groups[0]["lr"].copy_(lr * (1 + torch.cos(math.pi * done / steps)) / 2)
 
