@@ -18,7 +18,6 @@ from torch import Tensor
 from replaylab.algos import Phase, Spaces
 from replaylab.config import COUNT, FROM_0, Settings, Within, knob, write_yaml
 from replaylab.data.episodes import Episodes
-from replaylab.data.inspect import summarize
 from replaylab.data.sample import BLOCK
 from replaylab.errors import DataError, ReplaylabError, UsageError
 from replaylab.evaluate import evaluate_agent, pick_device, summary
@@ -68,11 +67,12 @@ class Trainer:
         options: Options,
         algorithm: Any,
         source: Episodes | str,
+        about: dict[str, Any] | None,  # summary of the logs, if the system learns from logs
         spaces: Spaces,
         values: dict[str, Any],
         resume: bool = False,
     ):
-        self.folder, self.options, self.logged = folder, options, not isinstance(source, str)
+        self.folder, self.options, self.logged = folder, options, about is not None
         self.device = pick_device(options.device)
         self.determined = torch.are_deterministic_algorithms_enabled()  # restored after this run
         _set_precision(options.deterministic, self.device)
@@ -102,7 +102,6 @@ class Trainer:
             return
         self.trackers.open(folder.path, values)
         write_yaml(folder.path / "config.yaml", values)
-        about = None if isinstance(source, str) else summarize(source)
         for warning in about["warnings"] if about and not resume else ():
             print(f"note: the data: {warning}", file=sys.stderr)
         folder.write_info(
