@@ -27,10 +27,12 @@ from replaylab.page import (
     facts,
     grid,
     moment,
+    note,
     number,
     page,
     plus_minus,
     span,
+    status_word,
     table,
     warning_list,
     write_page,
@@ -117,7 +119,7 @@ def _score_html(runs: list[Run], rows: list[dict[str, Any]], styles: dict[str, i
     elif len(scored) == 1:
         parts.append(grid([_hero(scored[0], _in_the_data(runs)), *curves]))
     else:
-        parts += [grid([*_score_charts(scored, styles), *curves]), *map(_note, _in_the_data(runs))]
+        parts += [grid([*_score_charts(scored, styles), *curves]), *map(note, _in_the_data(runs))]
     head = ["Run", "Score", "IQM [95%]", "Return", "Seeds", "Episodes", "System", "Data", "Step", "Time", "Status"]
     parts.append(table(head, [_score_cells(row) for row in kept]))
     if rest:
@@ -125,22 +127,17 @@ def _score_html(runs: list[Run], rows: list[dict[str, Any]], styles: dict[str, i
         parts.append(details(f"{count(len(rest), 'evaluation')} with other settings", body))
     if scored:
         parts.append(
-            Html(
-                '<p class="note">The score is the last evaluation, never the best: normalised (0 random, 100 expert, '
-                "in Atari a human) where reference scores are known, otherwise the return. ± is the standard error. "
-                "IQM is the mean of the middle half, with its 95% bootstrap interval. Both are over seeds, each seed "
-                "counted once with its mean; where there is one seed, over its episodes, which says nothing about "
-                "other seeds.</p>"
+            note(
+                "The score is the last evaluation, never the best: normalised (0 random, 100 expert, in Atari a human) "
+                "where reference scores are known, otherwise the return. ± is the standard error. IQM is the mean of "
+                "the middle half, with its 95% bootstrap interval. Both are over seeds, each seed counted once with "
+                "its mean; where there is one seed, over its episodes, which says nothing about other seeds."
             )
         )
-    parts.append(warning_list([_of(run, runs) + note for run in runs for note in run.doubts]))
-    told = [_of(run, runs) + note for run in runs for note in run.notes if note not in run.doubts]
-    parts += [_note(f"Training noted: {line}.") for line in told]
+    parts.append(warning_list([_of(run, runs) + line for run in runs for line in run.doubts]))
+    told = [_of(run, runs) + line for run in runs for line in run.notes if line not in run.doubts]
+    parts += [note(f"Training noted: {line}.") for line in told]
     return Html("".join(parts))
-
-
-def _note(words: str) -> Html:
-    return Html(f'<p class="note">{escape(words)}</p>')
 
 
 def _of(run: Run, runs: Sequence[Run]) -> str:
@@ -181,11 +178,9 @@ def _hero(row: dict[str, Any], beside: Sequence[str]) -> Html:
     score, kind = row["normalized"] or row["return"], "normalised score" if row["normalized"] else "return"
     over = f"{count(row['seeds'], 'seed')}, {count(row['episodes'], 'episode')}"
     mean, _, error = _score(score).partition(" ")
-    return Html(
-        f'<div><p class="hero">{mean} <small>{error} {kind}</small></p>'
-        f'<p class="note">{escape(row["env"])}, {over}, step {row["step"]:,}; interquartile mean {_iqm(score)}</p>'
-        f"{''.join(map(_note, beside))}</div>"
-    )
+    about = f"{row['env']}, {over}, step {row['step']:,}; interquartile mean {_iqm(score)}"
+    said = "".join(map(note, [about, *beside]))
+    return Html(f'<div><p class="hero">{mean} <small>{error} {kind}</small></p>{said}</div>')
 
 
 def _score_charts(rows: list[dict[str, Any]], styles: dict[str, int]) -> list[Html]:
@@ -223,7 +218,6 @@ def _score_cells(row: dict[str, Any]) -> list[Any]:
     where += f", {row['label']}" if row["label"] else ""
     status = str(row["status"] or "unknown")
     of = "" if status == "finished" else f" of {number(row['steps'])}"  # phases can end early
-    known = status if status in ("finished", "failed", "interrupted") else ""
     return [
         Html(f"<b>{escape(row['run'])}</b><br><small>{escape(where)}</small>"),
         Html(f"<b>{_score(score)}</b>{kind}"),
@@ -235,7 +229,7 @@ def _score_cells(row: dict[str, Any]) -> list[Any]:
         ", ".join(_short_path(p) for p in row["data"]),
         number(row["step"]) + of,
         duration(row["seconds"]),
-        Html(f'<span class="status {known}">{escape(status)}</span>'),
+        status_word(status),
     ]
 
 
@@ -358,7 +352,7 @@ def _config_html(runs: list[Run]) -> Html:
         shared = [key for key in differing if all(key in config for config in configs)]
         own = [key for key in differing if key not in shared]
         if shared:
-            parts += [_note("What differs between the runs:"), _differences(runs, configs, shared)]
+            parts += [note("What differs between the runs:"), _differences(runs, configs, shared)]
         if own:
             title = f"{count(len(own), 'setting')} that not all of them have"
             parts.append(details(title, _differences(runs, configs, own)))

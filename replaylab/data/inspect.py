@@ -31,6 +31,7 @@ from replaylab.page import (
     details,
     facts,
     grid,
+    note,
     number,
     page,
     size_of,
@@ -75,7 +76,7 @@ def summarize(episodes: Episodes) -> dict[str, Any]:
             *boundary_warnings(episodes),
             *reward_warnings(episodes),
             *action_warnings(episodes, action),
-            *[str(note) for note in episodes.meta.get("notes") or []],
+            *[str(line) for line in episodes.meta.get("notes") or []],
         ],
     }
 
@@ -151,9 +152,6 @@ def _bounds(episodes: Episodes, columns: Columns) -> tuple[np.ndarray, np.ndarra
     if episodes.assumes_unit_box(columns.low, columns.high):
         return -np.ones_like(columns.low), np.ones_like(columns.high), "assumed"
     return columns.low, columns.high, "observed"
-
-
-# --- warnings
 
 
 # --- text and HTML
@@ -284,8 +282,8 @@ def _action_html(episodes: Episodes, action: dict[str, Any], rows: np.ndarray, m
         bounds = None if low is None or high is None or low == high else (low, high)
         pictures.append(charts.histogram(name, *charts.bin_values(values, within=bounds), size=charts.SMALL))
     left_out = f"The first {most} of {len(names)} dimensions. " if len(names) > most else ""
-    note = f"{left_out}How often each value was taken; what the data never tries, it cannot teach."
-    return Html(f'<p class="note">{note}</p>{grid(pictures, small=True)}')
+    about = note(f"{left_out}How often each value was taken; what the data never tries, it cannot teach.")
+    return Html(about + grid(pictures, small=True))
 
 
 def _state_html(episodes: Episodes) -> Html:

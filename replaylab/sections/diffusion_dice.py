@@ -12,7 +12,8 @@ from replaylab import charts
 from replaylab.algos.diffusion_dice import ACTING
 from replaylab.data.toys import INNER
 from replaylab.page import Html, escape, grid, number, plus_minus, table
-from replaylab.results import BROKEN, Run, dictionary, finite, rows_of, text
+from replaylab.results import Run, dictionary, finite, rows_of, text
+from replaylab.sections.common import readable
 from replaylab.sections.gormpo import ensemble
 
 WAYS = ("data", "selection alone", "guidance alone", "both")
@@ -21,12 +22,12 @@ GRID = ("guidance", "candidates")
 
 def sections(run: Run) -> list[tuple[str, Html]]:
     findings = dictionary(run.info.get("findings"))
-    found = _joined(findings)
+    found, fitted = _joined(findings), dictionary(findings.get("dynamics"))
     parts = [
         ("One state, actions in the plane", _pictures(run, found)),
         ("Guidance and candidates", _sweep(run, finite(found.get("guidance")))),
         ("What the critic believes", _beliefs(run)),
-        ("Models of one step", _models(dictionary(findings.get("dynamics")))),
+        ("Models of one step", readable(ensemble, fitted) if fitted else Html("")),
     ]
     return [(title, body) for title, body in parts if body]
 
@@ -145,13 +146,6 @@ def _cells(cells: dict[tuple, dict[str, Any]]) -> Html:
 
 
 # --- the critic
-
-
-def _models(found: dict[str, Any]) -> Html:
-    try:
-        return ensemble(found) if found else Html("")
-    except BROKEN:
-        return charts.nothing("What the run found is not readable.")
 
 
 def _beliefs(run: Run) -> Html:

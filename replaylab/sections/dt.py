@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from replaylab import charts
-from replaylab.page import Html, count, grid, number, table
+from replaylab.page import Html, count, grid, note, number, table
 from replaylab.results import Evaluations, Run, finite
 
 
@@ -19,11 +19,11 @@ def sections(run: Run) -> list[tuple[str, Html]]:
     pictures = [_sweep(run, *key, groups) for key, groups in found.items() if len(groups) > 1]
     if not pictures:
         return []
-    note = (
-        '<p class="note">A return-conditioned policy follows what it is asked for where the data shows how. Beyond the '
-        "data's best return nothing holds it to the promise.</p>"
+    about = note(
+        "A return-conditioned policy follows what it is asked for where the data shows how. Beyond the data's best "
+        "return nothing holds it to the promise."
     )
-    return [("Asked and achieved return", Html("".join(pictures) + note))]
+    return [("Asked and achieved return", Html("".join(pictures) + about))]
 
 
 def _sweep(run: Run, env: str, others: str, groups: dict[float, Evaluations]) -> Html:
