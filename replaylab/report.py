@@ -41,8 +41,8 @@ from replaylab.results import (
     BROKEN,
     Evaluations,
     Run,
-    compare,
     dictionary,
+    differences,
     finite,
     read_runs,
     rows_of,
@@ -339,23 +339,23 @@ def _data_html(runs: list[Run]) -> Html:
     return Html("".join(parts))
 
 
-def _differences(runs: list[Run], dicts: Sequence[dict[str, Any]], differing: Sequence[str]) -> Html:
+def _difference_table(runs: list[Run], dicts: Sequence[dict[str, Any]], differing: Sequence[str]) -> Html:
     rows = [[key, *(text(d[key]) if key in d else "" for d in dicts)] for key in differing]
     return table(["Setting", *(run.name for run in runs)], rows)
 
 
 def _config_html(runs: list[Run]) -> Html:
     configs = [run.config for run in runs]
-    differing = compare(configs)[1]
+    differing = differences(configs)[1]
     parts = []
     if differing:
         shared = [key for key in differing if all(key in config for config in configs)]
         own = [key for key in differing if key not in shared]
         if shared:
-            parts += [note("What differs between the runs:"), _differences(runs, configs, shared)]
+            parts += [note("What differs between the runs:"), _difference_table(runs, configs, shared)]
         if own:
             title = f"{count(len(own), 'setting')} that not all of them have"
-            parts.append(details(title, _differences(runs, configs, own)))
+            parts.append(details(title, _difference_table(runs, configs, own)))
     elif len(runs) > 1:
         parts.append(charts.nothing("All runs have the same configuration."))
     for run in runs:
@@ -376,6 +376,6 @@ def _machine_html(runs: list[Run]) -> Html:
         if memory := machine.pop("memory_gib", None):
             machine["memory"] = f"{text(memory)} GiB"
         machines.append(described | machine)
-    shared, differing = compare(machines)
+    shared, differing = differences(machines)
     parts = facts((key, text(value)) for key, value in shared.items())
-    return Html(parts + (_differences(runs, machines, differing) if differing else ""))
+    return Html(parts + (_difference_table(runs, machines, differing) if differing else ""))

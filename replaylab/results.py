@@ -171,7 +171,7 @@ def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations
     if cut:
         run.notes.append(f"{count(cut, 'episode')} cut off after {MAX_STEPS:,} steps and counted as they were")
     groups = list(found.values())
-    differing = compare([g.settings for g in groups])[1]
+    differing = differences([g.settings for g in groups])[1]
     for group in groups:
         shown = {k: group.settings[k] for k in differing if k in group.settings}
         group.label = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {text(v)}" for k, v in shown.items())
@@ -253,7 +253,7 @@ def text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def compare(dicts: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+def differences(dicts: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """(entries that all dictionaries share, keys that differ)."""
     keys = list(dict.fromkeys(key for d in dicts for key in d))
     differing = [k for k in keys if len({json.dumps(d.get(k), sort_keys=True) + str(k in d) for d in dicts}) > 1]

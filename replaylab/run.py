@@ -21,6 +21,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -257,9 +258,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Hardware and versions: what a reader needs to judge timings."""
     versions = {}
     for name in ("gymnasium", "mujoco", "ale_py"):
-        with contextlib.suppress(Exception):
-            from importlib.metadata import version
-
+        with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name.replace("_", "-"))
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:

@@ -25,7 +25,7 @@ from replaylab.page import count
 from replaylab.progress import Progress, duration
 from replaylab.run import RunFolder, command_line, machine
 from replaylab.step import Stepper
-from replaylab.tensors import under
+from replaylab.tensors import by_index, under
 from replaylab.track import TRACKERS, Trackers
 
 WORTH = 20.0  # seconds since the last checkpoint after which the end of a phase is saved too,
@@ -361,11 +361,7 @@ class Trainer:
         try:
             self.agent.load_state_dict(weights)
             for name, optimizer in self.agent.optimizers.items():
-                entries: dict[int, dict[str, Tensor]] = {}
-                for key, value in training.items():
-                    if key.startswith(f"optimizer.{name}."):
-                        index, field = key.removeprefix(f"optimizer.{name}.").split(".", 1)
-                        entries.setdefault(int(index), {})[field] = value
+                entries = by_index(under(f"optimizer.{name}.", training))
                 current = optimizer.state_dict()["param_groups"]
                 groups = [now | saved for now, saved in zip(current, state["groups"][name], strict=True)]
                 optimizer.load_state_dict({"state": entries, "param_groups": groups})

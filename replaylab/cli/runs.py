@@ -309,8 +309,6 @@ def _label(settings: dict[str, Any]) -> str:
 
 
 def _sweep(args: argparse.Namespace) -> None:
-    from replaylab.errors import ReplaylabError
-    from replaylab.page import count
     from replaylab.sweep import run
 
     names = ("out", "address", "devices", "per_device", "gpus", "data")

@@ -18,7 +18,7 @@ import torch
 import replaylab
 from replaylab.config import resolve
 from replaylab.data.damage import check_seed
-from replaylab.data.episodes import Episodes, concatenate
+from replaylab.data.episodes import Episodes
 from replaylab.data.read import load
 from replaylab.data.write import check_target, save
 from replaylab.errors import DataError, UsageError
@@ -206,6 +206,3 @@ def save_what_fits(episodes: Episodes, path: Path, *, overwrite: bool, format: s
             continue
         raise DataError(f"{path}: the disk is full; {kept}. For all, make room, remove it and run the command again")
     raise problem
-
-
-__all__ = ["LEVELS", "collect", "concatenate", "recipe", "save_what_fits"]

@@ -13,8 +13,7 @@ import numpy as np
 from replaylab import stats
 from replaylab.errors import UsageError
 from replaylab.published import canonical, dataset_name
-from replaylab.results import UNREADABLE, Evaluations, Run, dictionary, finite, read_runs, text
-from replaylab.results import compare as differences
+from replaylab.results import UNREADABLE, Evaluations, Run, dictionary, differences, finite, read_runs, text
 from replaylab.run import RunFolder
 from replaylab.sweep.plan import Cell
 from replaylab.sweep.queue import Queue

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from replaylab import charts
+from replaylab import charts, scores
 from replaylab.data.columns import Columns, column_statistics, pieces, plain_number
 from replaylab.data.doubts import (
     action_warnings,
@@ -96,8 +96,6 @@ def _distribution(values: np.ndarray) -> dict[str, Any]:
 
 
 def _normalized(env_id: str | None, returns: np.ndarray) -> dict[str, Any] | None:
-    from replaylab import scores  # imported here, as the data layer does not depend on it
-
     reference = scores.reference(env_id) if env_id else None
     if env_id is None or reference is None or not np.isfinite(returns).all():
         return None

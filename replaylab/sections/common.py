@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from replaylab import charts
+from replaylab.offpolicy import FILE
 from replaylab.page import Html, aligned, details, grid, note, number, table, warning_list
 from replaylab.results import BROKEN, Run, finite, text
 
 TITLE = "Without a simulator"
-FILE = "offpolicy.json"
 MOST = 50  # rows, charts and sentences shown at most, in case the file is broken
 
 

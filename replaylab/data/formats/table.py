@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 
 from replaylab.data.episodes import Episodes
-from replaylab.data.formats.common import Options, assemble, check_size, choose, parse_columns
+from replaylab.data.formats.common import Options, assemble, check_size, choose
 from replaylab.errors import DataError, MissingExtra, require
-
-__all__ = ["parse_columns", "read", "sniff"]
 
 PIECE = 20_000  # rows of text held at a time
 ID = "episode id: "  # before a column's name: its cells as ids, beside their numbers where it has another role too
