@@ -57,20 +57,17 @@ def collect(
         if level not in (None, "replay"):
             raise UsageError(f"{env}: unknown level '{level}'; Atari data has one, 'replay'")
         return collect_atari(env, steps or 1_000_000, out, seed=seed, device=device, overwrite=overwrite, **settings)
-    if env.startswith("pointmaze"):
-        from replaylab.collect.maze import collect_maze
-
+    if env.startswith("pointmaze") or "antmaze" in env:
         if level is not None:
             raise UsageError(f"{env}: mazes have no levels; choose --style play or diverse")
-        settings |= {"overwrite": overwrite, "format": format, "compact": compact}
-        return collect_maze(env, steps or 300_000, out, seed=seed, **settings)
-    if "antmaze" in env:
+        settings |= {"seed": seed, "overwrite": overwrite, "format": format, "compact": compact}
+        if env.startswith("pointmaze"):
+            from replaylab.collect.maze import collect_maze
+
+            return collect_maze(env, steps or 300_000, out, **settings)
         from replaylab.collect.antmaze import collect_antmaze
 
-        if level is not None:
-            raise UsageError(f"{env}: mazes have no levels; choose --style play or diverse")
-        settings |= {"overwrite": overwrite, "format": format, "compact": compact}
-        return collect_antmaze(env, steps or 300_000, out, seed=seed, device=device, **settings)
+        return collect_antmaze(env, steps or 300_000, out, device=device, **settings)
     level = level or "medium"
     if level != "all" and level not in LEVELS:
         close = difflib.get_close_matches(level, LEVELS, n=1)
