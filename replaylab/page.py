@@ -138,8 +138,8 @@ def warning_list(warnings: Sequence[str]) -> Html:
     return Html(f'<ul class="warnings">{"".join(f"<li>{escape(w)}</li>" for w in warnings)}</ul>' if warnings else "")
 
 
-def details(summary: str, body: str, *, open: bool = False) -> Html:
-    return Html(f"<details{' open' if open else ''}><summary>{escape(summary)}</summary>{escape(body)}</details>")
+def details(summary: str, body: str) -> Html:
+    return Html(f"<details><summary>{escape(summary)}</summary>{escape(body)}</details>")
 
 
 def grid(figures: Iterable[str], *, small: bool = False, least: int = 330) -> Html:

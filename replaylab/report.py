@@ -44,6 +44,7 @@ from replaylab.results import (
     dictionary,
     differences,
     finite,
+    or_nan,
     read_runs,
     rows_of,
     summarize_runs,
@@ -276,8 +277,7 @@ def _training_html(runs: list[Run], styles: dict[str, int]) -> Html:
                 if metric not in NOT_METRICS and isinstance(value, int | float) and not isinstance(value, bool):
                     here = curves.setdefault(text(line.get("phase") or "training"), {}).setdefault(metric, {})
                     by_step = here.setdefault(run.name, {}).setdefault(text(line.get("seed")), {})
-                    known = finite(value)
-                    by_step[line["step"]] = math.nan if known is None else known
+                    by_step[line["step"]] = or_nan(value)
     parts = []
     for phase, metrics in curves.items():
         pictures = [_metric_chart(phase, metric, by_run, styles) for metric, by_run in metrics.items()]

@@ -137,6 +137,12 @@ def finite(value: Any) -> float | None:
         return None
 
 
+def or_nan(value: Any) -> float:
+    """The value if it is a finite number, else NaN, which charts leave out."""
+    found = finite(value)
+    return math.nan if found is None else found
+
+
 def _finites(values: Any) -> list[float]:
     found = [finite(v) for v in values] if isinstance(values, list) else []
     return [v for v in found if v is not None]

@@ -14,7 +14,7 @@ from replaylab.data.episodes import Episodes
 from replaylab.page import count
 
 
-def frames(rows: int = 50_000, episodes: int = 25, actions: int = 6) -> Episodes:
+def frames(rows: int = 50_000, episodes: int = 25) -> Episodes:
     """Noise with the shapes of an Atari log: single 84 x 84 frames."""
     rng = np.random.default_rng(0)
     offsets = np.linspace(0, rows, episodes + 1).astype(np.int64)
@@ -22,7 +22,7 @@ def frames(rows: int = 50_000, episodes: int = 25, actions: int = 6) -> Episodes
     terminated[offsets[1:] - 1] = True
     return Episodes(
         observations=rng.integers(0, 256, (rows, 84, 84), np.uint8),
-        actions=rng.integers(0, actions, rows),
+        actions=rng.integers(0, 6, rows),
         rewards=rng.integers(-1, 2, rows).astype(np.float64),
         terminated=terminated,
         truncated=np.zeros(rows, bool),

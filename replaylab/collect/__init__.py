@@ -27,6 +27,8 @@ from replaylab.run import command_line
 SHORT = {"swimmer": "Swimmer-v5", "pendulum": "Pendulum-v1"}
 LEVELS = ("random", "medium", "medium-replay", "full-replay", "expert", "medium-expert", "mixed")
 
+BITS = 12  # of mantissa that compact data keeps, of float32's 23
+
 
 def collect(
     env: str,
@@ -154,17 +156,17 @@ def going_on(training: Path, asked: dict[str, Any], overwrite: bool) -> bool:
     return path.exists()
 
 
-def rounded(episodes: Episodes, bits: int = 12) -> Episodes:
-    """Smaller data, to ship: floats rounded to `bits` bits of mantissa, which compress well, and no extra columns."""
+def rounded(episodes: Episodes) -> Episodes:
+    """Smaller data, to ship: floats rounded to BITS bits of mantissa, which compress well, and no extra columns."""
 
     def shorten(column: np.ndarray) -> np.ndarray:
         whole = column.astype(np.float32).view(np.uint32)
-        drop = 23 - bits
+        drop = 23 - BITS
         return ((whole + np.uint32(1 << (drop - 1))) >> drop << drop).view(np.float32)
 
     names = ("observations", "actions", "rewards", "final_observations")
     shorter: dict[str, Any] = {name: shorten(getattr(episodes, name)) for name in names}
-    return replace(episodes, **shorter, extras={}, meta=episodes.meta | {"rounded_to_bits": bits})
+    return replace(episodes, **shorter, extras={}, meta=episodes.meta | {"rounded_to_bits": BITS})
 
 
 def recipe(config: Any, seed: int) -> dict[str, Any]:

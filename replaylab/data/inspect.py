@@ -41,6 +41,8 @@ from replaylab.page import (
 )
 
 LISTED = 64  # wider arrays (pixels) are described as a whole, not by column
+PRINTED = 12  # columns of each kind that a terminal shows
+DRAWN = 24  # dimensions of the actions that a page draws
 QUANTILES = {"5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95}
 
 
@@ -155,14 +157,14 @@ def _bounds(episodes: Episodes, columns: Columns) -> tuple[np.ndarray, np.ndarra
 # --- text and HTML
 
 
-def format_summary(summary: dict[str, Any], *, columns: int = 12) -> str:
-    """The summary for a terminal: facts, one table of numbers, warnings. Lists up to `columns` columns of each kind."""
+def format_summary(summary: dict[str, Any]) -> str:
+    """The summary for a terminal: facts, one table of numbers, warnings."""
     lines = [f"{name:<13} {value}" for name, value in _facts(summary)]
     rows, hidden = [(name, summary[name]) for name in ("return", "length", "reward")], 0
     for kind in ("observation", "action"):
         listed = [] if summary[kind].get("discrete") else summary[kind]["columns"]
-        rows += [(row["name"], row) for row in listed[:columns]]
-        hidden += len(listed[columns:])
+        rows += [(row["name"], row) for row in listed[:PRINTED]]
+        hidden += len(listed[PRINTED:])
     width = max(len(name) for name, _ in rows) + 1
     lines += ["", " " * width + "".join(f"{h:>10}" for h in ("mean", "std", "min", "median", "max"))]
     for name, row in rows:
@@ -269,17 +271,17 @@ def _spread(total: int, most: int) -> np.ndarray:
     return np.linspace(0, total - 1, min(total, most)).astype(np.int64)
 
 
-def _action_html(episodes: Episodes, action: dict[str, Any], rows: np.ndarray, most: int = 24) -> Html:
+def _action_html(episodes: Episodes, action: dict[str, Any], rows: np.ndarray) -> Html:
     actions = episodes.actions[rows]
     if episodes.discrete:
         return grid([charts.histogram("Actions", *charts.bin_values(actions), x_label="action id", y_label="steps")])
     names = column_names("action", actions.shape[1:])
     pictures = []
-    for i, (name, values) in enumerate(zip(names[:most], actions.reshape(len(actions), -1).T, strict=False)):
+    for i, (name, values) in enumerate(zip(names[:DRAWN], actions.reshape(len(actions), -1).T, strict=False)):
         low, high = action["low"][i], action["high"][i]
         bounds = None if low is None or high is None or low == high else (low, high)
         pictures.append(charts.histogram(name, *charts.bin_values(values, within=bounds), size=charts.SMALL))
-    left_out = f"The first {most} of {len(names)} dimensions. " if len(names) > most else ""
+    left_out = f"The first {DRAWN} of {len(names)} dimensions. " if len(names) > DRAWN else ""
     about = note(f"{left_out}How often each value was taken; what the data never tries, it cannot teach.")
     return Html(about + grid(pictures, small=True))
 

@@ -11,7 +11,7 @@ import numpy as np
 from replaylab import charts
 from replaylab.offpolicy import FILE
 from replaylab.page import Html, aligned, details, grid, note, number, table, warning_list
-from replaylab.results import BROKEN, Run, finite, text
+from replaylab.results import BROKEN, Run, finite, or_nan, text
 
 TITLE = "Without a simulator"
 MOST = 50  # rows, charts and sentences shown at most, in case the file is broken
@@ -148,7 +148,7 @@ def _returns(fqe: dict[str, Any]) -> Html:
 
 
 def _curve(name: str, row: dict[str, Any], style: int) -> charts.Series:
-    values = np.array([np.nan if finite(v) is None else float(v) for v in _list(row.get("curve"))])
+    values = np.array([or_nan(v) for v in _list(row.get("curve"))])
     return charts.Series(name, np.linspace(10, 100, len(values)), values, style=style)
 
 

@@ -18,6 +18,7 @@ from replaylab.sections.gormpo import ensemble
 
 WAYS = ("data", "selection alone", "guidance alone", "both")
 GRID = ("guidance", "candidates")
+POINTS = 150  # of a curve
 
 
 def sections(run: Run) -> list[tuple[str, Html]]:
@@ -166,8 +167,8 @@ def _beliefs(run: Run) -> Html:
     return grid(figures) if figures else Html("")
 
 
-def _curve(lines: list[dict[str, Any]], name: str, points: int = 150) -> list[np.ndarray]:
-    """Steps, and the means over seeds of a metric, its minimum and its maximum; thinned to about `points` steps."""
+def _curve(lines: list[dict[str, Any]], name: str) -> list[np.ndarray]:
+    """Steps, and the means over seeds of a metric, its minimum and its maximum; thinned to about POINTS steps."""
     rows = []
     for line in lines:
         row = [finite(line.get(key)) for key in ("step", name, f"{name}_min", f"{name}_max")]
@@ -177,6 +178,6 @@ def _curve(lines: list[dict[str, Any]], name: str, points: int = 150) -> list[np
         return [np.zeros(0)] * 4
     found = np.array(rows, np.float64)
     steps = np.unique(found[:, 0])
-    steps = steps[:: max(1, len(steps) // points)]
+    steps = steps[:: max(1, len(steps) // POINTS)]
     per_step = np.array([found[found[:, 0] == step].mean(0) for step in steps])
     return list(per_step.T)

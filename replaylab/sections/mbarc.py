@@ -10,7 +10,7 @@ import numpy as np
 
 from replaylab import charts
 from replaylab.page import Html, count, duration, grid, note, number, table
-from replaylab.results import Run, dictionary, finite
+from replaylab.results import Run, dictionary, finite, or_nan
 from replaylab.sections.common import percent, readable
 
 LARGEST_FILM = 20 << 20
@@ -76,13 +76,8 @@ def _film(path: Path) -> Html:
 
 
 def _curve(name: str, measured: list[tuple[int, dict[str, Any]]], key: str, style: int) -> charts.Series:
-    values = [_number(found.get(key)) for _, found in measured]
+    values = [or_nan(found.get(key)) for _, found in measured]
     return charts.Series(name, np.array([float(i) for i, _ in measured]), np.array(values), style=style)
-
-
-def _number(value: Any) -> float:
-    known = finite(value)
-    return float("nan") if known is None else known
 
 
 # --- rewards
@@ -116,27 +111,14 @@ def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -
         f"{UNCORRECTED if corrected else ''}"
     )
     paid = charts.lines("Rewards explained", [_curve("", measured, "explained", 0)], x_label="epoch")
-    curves = [
-        charts.lines(
-            f"Steps with reward {sign}: {kind}",
-            [_rates("", measured, name, kind)],
-            x_label="epoch",
-        )
-        for sign, name in (("+1", "positive"), ("-1", "negative"))
-        for kind in ("recall", "precision")
-        if any(_count(found, name) for _, found in measured)
-    ]
+    curves = []
+    for sign, name in (("+1", "positive"), ("-1", "negative")):
+        of_class = [(i, found["classes"][name]) for i, found in measured]
+        if any(finite(found["count"]) for _, found in of_class):
+            for kind in ("recall", "precision"):
+                title = f"Steps with reward {sign}: {kind}"
+                curves.append(charts.lines(title, [_curve("", of_class, kind, 0)], x_label="epoch"))
     return Html(table(head, rows) + about + (grid([paid, *curves]) if curves else ""))
-
-
-def _count(found: dict[str, Any], name: str) -> float:
-    known = finite(found["classes"][name]["count"])
-    return known or 0.0
-
-
-def _rates(label: str, measured: list[tuple[int, dict[str, Any]]], name: str, kind: str) -> charts.Series:
-    values = [_number(found["classes"][name][kind]) for _, found in measured]
-    return charts.Series(label, np.array([float(i) for i, _ in measured]), np.array(values))
 
 
 # --- real steps, seconds
