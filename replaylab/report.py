@@ -273,11 +273,11 @@ def _training_html(runs: list[Run], styles: dict[str, int]) -> Html:
     curves: dict[str, dict[str, dict[str, dict[Any, dict[float, float]]]]] = {}  # [phase][metric][run][seed][step]
     for run in runs:
         for line in run.metrics:
+            phase, seed = text(line.get("phase") or "training"), text(line.get("seed"))
             for metric, value in line.items():
                 if metric not in NOT_METRICS and isinstance(value, int | float) and not isinstance(value, bool):
-                    here = curves.setdefault(text(line.get("phase") or "training"), {}).setdefault(metric, {})
-                    by_step = here.setdefault(run.name, {}).setdefault(text(line.get("seed")), {})
-                    by_step[line["step"]] = or_nan(value)
+                    by_seed = curves.setdefault(phase, {}).setdefault(metric, {}).setdefault(run.name, {})
+                    by_seed.setdefault(seed, {})[line["step"]] = or_nan(value)
     parts = []
     for phase, metrics in curves.items():
         pictures = [_metric_chart(phase, metric, by_run, styles) for metric, by_run in metrics.items()]

@@ -6,7 +6,7 @@ import numpy as np
 
 from replaylab import charts
 from replaylab.page import Html, count, grid, note, number, table
-from replaylab.results import Evaluations, Run, finite
+from replaylab.results import Evaluations, Run, dictionary, finite
 
 
 def sections(run: Run) -> list[tuple[str, Html]]:
@@ -33,7 +33,7 @@ def _sweep(run: Run, env: str, others: str, groups: dict[float, Evaluations]) ->
     mean, low, high = (np.array([f(s) for s in seeds]) for f in (np.mean, np.min, np.max))
     ends = np.array([asked[0], asked[-1]])
     series = [charts.Series("achieved", asked, mean, low, high, 0), charts.Series("as asked", ends, ends, style=1)]
-    best = finite(((run.info.get("data") or {}).get("return") or {}).get("max"))
+    best = finite(dictionary(dictionary(run.info.get("data")).get("return")).get("max"))
     if best is not None:
         series.append(charts.Series("best in the data", ends, np.full(2, best), style=2))
     episodes = max(len(returns) for by_seed in last for returns in by_seed)
