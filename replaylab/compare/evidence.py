@@ -89,7 +89,7 @@ def _result(found: Run, cells: dict[str, Cell], note: str) -> dict[str, Any]:
         "seeds": config.get("seeds"),
         "steps": config.get("steps"),
         "parameters": info.get("parameters"),
-        "data": {"paths": config.get("data")} | {k: summary[k] for k in ("steps", "rows", "episodes") if k in summary},
+        "data": {"paths": config.get("data")} | {k: summary[k] for k in ("steps", "episodes") if k in summary},
         "command": info.get("command"),
         "machine": info.get("machine"),
         "date": str(info.get("finished") or info.get("started") or "")[:10],
