@@ -21,6 +21,7 @@ SQUARE = (280, 278)  # with axes, the plot itself is a square
 COLOURS = 8
 DASHES = ("", "7 3", "2 3", "9 3 2 3")  # a second cue beside colour
 SHADES = 8
+BINS = 40  # of a histogram, at most
 LETTER = 6.4  # pixels that a digit of a label needs at most
 HUGE, TINY = 1e100, 1e-100  # values beyond are not drawn, spans below are none: arithmetic would over- or underflow
 
@@ -220,7 +221,7 @@ def _band(s: Series, x: Axis, y: Axis) -> str:
     return "".join(parts)
 
 
-def bin_values(values: Any, most: int = 40, within: tuple[float, float] | None = None) -> tuple[np.ndarray, np.ndarray]:
+def bin_values(values: Any, within: tuple[float, float] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(counts, edges) of the values that can be drawn; whole numbers get whole bins where they fit.
 
     `within` widens the range, so that empty room shows as such.
@@ -232,17 +233,17 @@ def bin_values(values: Any, most: int = 40, within: tuple[float, float] | None =
     low, high = values.min(), values.max()
     if within:
         low, high = min(low, within[0]), max(high, within[1])
-    elif high - low < most and abs(low) < 1e9 and (values == np.round(values)).all():
+    elif high - low < BINS and abs(low) < 1e9 and (values == np.round(values)).all():
         return np.histogram(values, np.arange(low - 0.5, high + 1))
     if _flat(low, high):
         room = 0.05 * abs(low) if abs(low) > TINY else 0.5
         return np.histogram(values, 1, (low - room, high + room))
     if within:
-        return np.histogram(values, most, (low, high))
+        return np.histogram(values, BINS, (low, high))
     spread = np.subtract(*np.quantile(values, [0.75, 0.25]))  # Freedman and Diaconis
-    wanted = (high - low) / (2 * spread / len(values) ** (1 / 3)) if spread > 0 else most
+    wanted = (high - low) / (2 * spread / len(values) ** (1 / 3)) if spread > 0 else BINS
     fewest = min(24, 5 + len(values) // 10)
-    return np.histogram(values, int(min(max(wanted, fewest), most)))
+    return np.histogram(values, int(min(max(wanted, fewest), BINS)))
 
 
 def histogram(

@@ -166,20 +166,13 @@ def train(system_name: str, data: Any = None, *, out: str | Path, resume: bool =
 def main(words: list[str]) -> None:
     """`replaylab train`'s own options; only --out must be given."""
     from replaylab.cli import build
-    from replaylab.cli.parser import read_options
+    from replaylab.cli.runs import train_arguments
     from replaylab.report import report
-    from replaylab.train import settings_of
 
     args = build(["train", *words]).parse_args(["train", *words])
     if not hasattr(args, "out"):
         raise UsageError("name the run folder with --out: all processes must know it")
-    settings = {k: v for k, v in vars(args).items() if k in settings_of(system(args.system))}
-    chosen = {k: getattr(args, k) for k in ("preset", "config") if hasattr(args, k)}
-    flags = {"resume": hasattr(args, "resume"), "overwrite": hasattr(args, "overwrite")}
-    path = train(
-        args.system, getattr(args, "data", None), out=args.out, data_options=read_options(args), **flags, **chosen,
-        **settings,
-    )  # fmt: skip
+    path = train(args.system, **train_arguments(args))
     if rank() == 0:
         print(f"run folder: {path}\nreport:     {report([path], path / 'report.html')}")
 

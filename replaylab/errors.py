@@ -34,9 +34,10 @@ def nearest(name: str, known: Iterable[str], always: bool = False) -> str:
     known = sorted(known)
     if not known:
         return ""
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else ""
-    return hint + ("" if close and not always else f"{'' if close else ';'} known: {', '.join(known)}")
+    listed = f"known: {', '.join(known)}"
+    if not (close := difflib.get_close_matches(name, known, n=1)):
+        return f"; {listed}"
+    return f"; did you mean '{close[0]}'?" + (f" {listed}" if always else "")
 
 
 # import name -> (name to pip install, extra of replaylab that brings it)

@@ -198,8 +198,8 @@ class Policy:
 def load_agent(run: RunFolder, device: torch.device, seed: int | None = None) -> tuple[Any, Spaces, list[int]]:
     """The trained agent of a run, with all its seeds or only the given one."""
     module, config = system(run.system()), run.config()
-    keys = {f for f in module.Config.__dataclass_fields__}
-    (settings,) = resolve([module.Config], [("config.yaml", {k: v for k, v in config.items() if k in keys})])
+    own = {k: v for k, v in config.items() if k in module.Config.__dataclass_fields__}
+    (settings,) = resolve([module.Config], [("config.yaml", own)])
     trained = run.seeds()
     try:
         spaces = Spaces(**run.info()["spaces"])

@@ -123,12 +123,23 @@ def facts(pairs: Iterable[tuple[str, Any]]) -> Html:
     return Html(f'<dl class="facts">{"".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in pairs)}</dl>')
 
 
+def note(words: str) -> Html:
+    """A paragraph in small print."""
+    return Html(f'<p class="note">{escape(words)}</p>')
+
+
+def status_word(status: Any) -> Html:
+    """The status of a run, coloured where it is one that training writes."""
+    known = status if status in ("finished", "failed", "interrupted") else ""
+    return Html(f'<span class="status {known}">{escape(status)}</span>')
+
+
 def warning_list(warnings: Sequence[str]) -> Html:
     return Html(f'<ul class="warnings">{"".join(f"<li>{escape(w)}</li>" for w in warnings)}</ul>' if warnings else "")
 
 
-def details(summary: str, body: str, *, open: bool = False) -> Html:
-    return Html(f"<details{' open' if open else ''}><summary>{escape(summary)}</summary>{escape(body)}</details>")
+def details(summary: str, body: str) -> Html:
+    return Html(f"<details><summary>{escape(summary)}</summary>{escape(body)}</details>")
 
 
 def grid(figures: Iterable[str], *, small: bool = False, least: int = 330) -> Html:

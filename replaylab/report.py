@@ -27,10 +27,12 @@ from replaylab.page import (
     facts,
     grid,
     moment,
+    note,
     number,
     page,
     plus_minus,
     span,
+    status_word,
     table,
     warning_list,
     write_page,
@@ -39,9 +41,10 @@ from replaylab.results import (
     BROKEN,
     Evaluations,
     Run,
-    compare,
     dictionary,
+    differences,
     finite,
+    or_nan,
     read_runs,
     rows_of,
     summarize_runs,
@@ -117,7 +120,7 @@ def _score_html(runs: list[Run], rows: list[dict[str, Any]], styles: dict[str, i
     elif len(scored) == 1:
         parts.append(grid([_hero(scored[0], _in_the_data(runs)), *curves]))
     else:
-        parts += [grid([*_score_charts(scored, styles), *curves]), *map(_note, _in_the_data(runs))]
+        parts += [grid([*_score_charts(scored, styles), *curves]), *map(note, _in_the_data(runs))]
     head = ["Run", "Score", "IQM [95%]", "Return", "Seeds", "Episodes", "System", "Data", "Step", "Time", "Status"]
     parts.append(table(head, [_score_cells(row) for row in kept]))
     if rest:
@@ -125,22 +128,17 @@ def _score_html(runs: list[Run], rows: list[dict[str, Any]], styles: dict[str, i
         parts.append(details(f"{count(len(rest), 'evaluation')} with other settings", body))
     if scored:
         parts.append(
-            Html(
-                '<p class="note">The score is the last evaluation, never the best: normalised (0 random, 100 expert, '
-                "in Atari a human) where reference scores are known, otherwise the return. ± is the standard error. "
-                "IQM is the mean of the middle half, with its 95% bootstrap interval. Both are over seeds, each seed "
-                "counted once with its mean; where there is one seed, over its episodes, which says nothing about "
-                "other seeds.</p>"
+            note(
+                "The score is the last evaluation, never the best: normalised (0 random, 100 expert, in Atari a human) "
+                "where reference scores are known, otherwise the return. ± is the standard error. IQM is the mean of "
+                "the middle half, with its 95% bootstrap interval. Both are over seeds, each seed counted once with "
+                "its mean; where there is one seed, over its episodes, which says nothing about other seeds."
             )
         )
-    parts.append(warning_list([_of(run, runs) + note for run in runs for note in run.doubts]))
-    told = [_of(run, runs) + note for run in runs for note in run.notes if note not in run.doubts]
-    parts += [_note(f"Training noted: {line}.") for line in told]
+    parts.append(warning_list([_of(run, runs) + line for run in runs for line in run.doubts]))
+    told = [_of(run, runs) + line for run in runs for line in run.notes if line not in run.doubts]
+    parts += [note(f"Training noted: {line}.") for line in told]
     return Html("".join(parts))
-
-
-def _note(words: str) -> Html:
-    return Html(f'<p class="note">{escape(words)}</p>')
 
 
 def _of(run: Run, runs: Sequence[Run]) -> str:
@@ -181,11 +179,9 @@ def _hero(row: dict[str, Any], beside: Sequence[str]) -> Html:
     score, kind = row["normalized"] or row["return"], "normalised score" if row["normalized"] else "return"
     over = f"{count(row['seeds'], 'seed')}, {count(row['episodes'], 'episode')}"
     mean, _, error = _score(score).partition(" ")
-    return Html(
-        f'<div><p class="hero">{mean} <small>{error} {kind}</small></p>'
-        f'<p class="note">{escape(row["env"])}, {over}, step {row["step"]:,}; interquartile mean {_iqm(score)}</p>'
-        f"{''.join(map(_note, beside))}</div>"
-    )
+    about = f"{row['env']}, {over}, step {row['step']:,}; interquartile mean {_iqm(score)}"
+    said = "".join(map(note, [about, *beside]))
+    return Html(f'<div><p class="hero">{mean} <small>{error} {kind}</small></p>{said}</div>')
 
 
 def _score_charts(rows: list[dict[str, Any]], styles: dict[str, int]) -> list[Html]:
@@ -223,7 +219,6 @@ def _score_cells(row: dict[str, Any]) -> list[Any]:
     where += f", {row['label']}" if row["label"] else ""
     status = str(row["status"] or "unknown")
     of = "" if status == "finished" else f" of {number(row['steps'])}"  # phases can end early
-    known = status if status in ("finished", "failed", "interrupted") else ""
     return [
         Html(f"<b>{escape(row['run'])}</b><br><small>{escape(where)}</small>"),
         Html(f"<b>{_score(score)}</b>{kind}"),
@@ -235,7 +230,7 @@ def _score_cells(row: dict[str, Any]) -> list[Any]:
         ", ".join(_short_path(p) for p in row["data"]),
         number(row["step"]) + of,
         duration(row["seconds"]),
-        Html(f'<span class="status {known}">{escape(status)}</span>'),
+        status_word(status),
     ]
 
 
@@ -278,12 +273,11 @@ def _training_html(runs: list[Run], styles: dict[str, int]) -> Html:
     curves: dict[str, dict[str, dict[str, dict[Any, dict[float, float]]]]] = {}  # [phase][metric][run][seed][step]
     for run in runs:
         for line in run.metrics:
+            phase, seed = text(line.get("phase") or "training"), text(line.get("seed"))
             for metric, value in line.items():
                 if metric not in NOT_METRICS and isinstance(value, int | float) and not isinstance(value, bool):
-                    here = curves.setdefault(text(line.get("phase") or "training"), {}).setdefault(metric, {})
-                    by_step = here.setdefault(run.name, {}).setdefault(text(line.get("seed")), {})
-                    known = finite(value)
-                    by_step[line["step"]] = math.nan if known is None else known
+                    by_seed = curves.setdefault(phase, {}).setdefault(metric, {}).setdefault(run.name, {})
+                    by_seed.setdefault(seed, {})[line["step"]] = or_nan(value)
     parts = []
     for phase, metrics in curves.items():
         pictures = [_metric_chart(phase, metric, by_run, styles) for metric, by_run in metrics.items()]
@@ -345,23 +339,23 @@ def _data_html(runs: list[Run]) -> Html:
     return Html("".join(parts))
 
 
-def _differences(runs: list[Run], dicts: Sequence[dict[str, Any]], differing: Sequence[str]) -> Html:
+def _difference_table(runs: list[Run], dicts: Sequence[dict[str, Any]], differing: Sequence[str]) -> Html:
     rows = [[key, *(text(d[key]) if key in d else "" for d in dicts)] for key in differing]
     return table(["Setting", *(run.name for run in runs)], rows)
 
 
 def _config_html(runs: list[Run]) -> Html:
     configs = [run.config for run in runs]
-    differing = compare(configs)[1]
+    differing = differences(configs)[1]
     parts = []
     if differing:
         shared = [key for key in differing if all(key in config for config in configs)]
         own = [key for key in differing if key not in shared]
         if shared:
-            parts += [_note("What differs between the runs:"), _differences(runs, configs, shared)]
+            parts += [note("What differs between the runs:"), _difference_table(runs, configs, shared)]
         if own:
             title = f"{count(len(own), 'setting')} that not all of them have"
-            parts.append(details(title, _differences(runs, configs, own)))
+            parts.append(details(title, _difference_table(runs, configs, own)))
     elif len(runs) > 1:
         parts.append(charts.nothing("All runs have the same configuration."))
     for run in runs:
@@ -382,6 +376,6 @@ def _machine_html(runs: list[Run]) -> Html:
         if memory := machine.pop("memory_gib", None):
             machine["memory"] = f"{text(memory)} GiB"
         machines.append(described | machine)
-    shared, differing = compare(machines)
+    shared, differing = differences(machines)
     parts = facts((key, text(value)) for key, value in shared.items())
-    return Html(parts + (_differences(runs, machines, differing) if differing else ""))
+    return Html(parts + (_difference_table(runs, machines, differing) if differing else ""))

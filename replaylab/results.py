@@ -137,6 +137,12 @@ def finite(value: Any) -> float | None:
         return None
 
 
+def or_nan(value: Any) -> float:
+    """The value if it is a finite number, else NaN, which charts leave out."""
+    found = finite(value)
+    return math.nan if found is None else found
+
+
 def _finites(values: Any) -> list[float]:
     found = [finite(v) for v in values] if isinstance(values, list) else []
     return [v for v in found if v is not None]
@@ -171,7 +177,7 @@ def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations
     if cut:
         run.notes.append(f"{count(cut, 'episode')} cut off after {MAX_STEPS:,} steps and counted as they were")
     groups = list(found.values())
-    differing = compare([g.settings for g in groups])[1]
+    differing = differences([g.settings for g in groups])[1]
     for group in groups:
         shown = {k: group.settings[k] for k in differing if k in group.settings}
         group.label = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {text(v)}" for k, v in shown.items())
@@ -253,7 +259,7 @@ def text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def compare(dicts: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+def differences(dicts: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """(entries that all dictionaries share, keys that differ)."""
     keys = list(dict.fromkeys(key for d in dicts for key in d))
     differing = [k for k in keys if len({json.dumps(d.get(k), sort_keys=True) + str(k in d) for d in dicts}) > 1]

@@ -20,7 +20,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -137,19 +138,10 @@ class RunFolder:
         os.rename(part, self.path / name)
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
-        with open(self.path / name, "a+b") as file:
-            if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                file.write(b"\n")  # a kill cut the last line short
-            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+        append_lines(self.path / name, lines)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """All lines of a JSONL file, except those that are damaged, as by a kill that cut one short."""
-        path = self.path / name
-        found = []
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
-        return [line for line in found if isinstance(line, dict)]
+        return read_lines(self.path / name)
 
     def rewind(self, step: int) -> None:
         """Drop what was logged after `step`: the resumed run logs it again."""
@@ -237,6 +229,22 @@ class RunFolder:
             raise DataError(f"{path} is not readable: {error}") from error
 
 
+def append_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    with open(path, "a+b") as file:
+        if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+            file.write(b"\n")  # a kill cut the last line short
+        file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All lines of a JSONL file, except those that are damaged, as by a kill that cut one short."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
+
+
 def command_line() -> str:
     """The command that this process was started with, as a user would type it."""
     name = Path(sys.argv[0]).name
@@ -250,9 +258,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Hardware and versions: what a reader needs to judge timings."""
     versions = {}
     for name in ("gymnasium", "mujoco", "ale_py"):
-        with contextlib.suppress(Exception):
-            from importlib.metadata import version
-
+        with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name.replace("_", "-"))
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:

@@ -94,7 +94,7 @@ def reference(env_id: str) -> tuple[float, float] | None:
     words[0] = _ALIASES.get(words[0], words[0])
     if words[0].endswith("maze") and "dense" in name:
         return None  # 0 and 1 are returns of the sparse task
-    if words[0] == "pointmaze" and not env_id.startswith("pointmaze-"):
+    if env_id.lower().startswith("antmaze_") or (words[0] == "pointmaze" and not env_id.startswith("pointmaze-")):
         return None  # Gymnasium-Robotics' own, in which an episode goes on after the goal
     for count in range(len(words), 0, -1):  # the longest family that the name begins with
         found = REFERENCES.get("-".join(words[:count]))

@@ -86,8 +86,7 @@ def bootstrap_interval(
         count = min(step, resamples - start)
         picks = [m[rng.integers(len(m), size=(count, len(m)))] for m in members]
         parts.append(statistic(values[np.concatenate(picks, axis=1)]))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(np.concatenate(parts), [tail, 1 - tail])
+    low, high = _interval(np.concatenate(parts), confidence)
     return float(low), float(high)
 
 

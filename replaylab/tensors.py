@@ -40,7 +40,6 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
         for blob in blobs:
             file.write(blob.data)
-        file.flush()
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -67,6 +66,15 @@ def _one(name: str, entry: dict, body: Tensor) -> Tensor:
     if math.prod(shape) * dtype.itemsize != end - begin:
         raise ValueError(f"{name} does not have the size of its shape")
     return body[begin:end].clone().view(dtype).reshape(shape)
+
+
+def by_index(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """The state of an optimiser's parameters, {0: {"exp_avg": x}}, from names such as `0.exp_avg`."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        index, key = name.split(".", 1)
+        found.setdefault(int(index), {})[key] = value
+    return found
 
 
 def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -50,19 +50,12 @@ def train(
     `data`, if they have been read already.
     """
     module = system(system_name)
-    if not isinstance(config, str | Path | None):
-        raise UsageError("config is the path of a YAML file; in Python settings are arguments: train(..., steps=1000)")
-    given = read_yaml(config) if config else {}
-    if given.pop("system", system_name) != system_name:
-        raise UsageError(f"{config} is not of {system_name}: it names another system")
-    named, theirs, how = (given.pop(key, None) for key in ("data", "preset", "data_options"))
-    if named is not None and not all(isinstance(p, str) for p in (named if isinstance(named, list) else [named])):
-        raise UsageError(f"{config}: data must be a path, or a list of paths, not {named!r}")
-    for where, options_ in ((f"{config}: ", how), ("", data_options)):
-        if not isinstance(options_ or {}, dict):
-            raise UsageError(f"{where}data_options must be names with values, not {options_!r}")
-    data, data_options = (named or None, data_options or how) if data is None else (data, data_options)
-    preset = theirs if preset is None else preset
+    given, named = _file(config, system_name)
+    if not isinstance(data_options or {}, dict):
+        raise UsageError(f"data_options must be names with values, not {data_options!r}")
+    if data is None:
+        data, data_options = named["data"] or None, data_options or named["data_options"]
+    preset = named["preset"] if preset is None else preset
     if preset is not None and (not isinstance(preset, str) or preset not in module.PRESETS):
         raise UsageError(f"{system_name}: unknown preset '{preset}'{nearest(str(preset), module.PRESETS)}")
     layers = [
@@ -105,16 +98,36 @@ def train(
     large = [name.replace("_", "-") for name in LARGE if hasattr(algorithm, name)]
     copies = {name: path for name in getattr(module, "COPIES", ()) if (path := getattr(algorithm, name)) is not None}
     with folder.lock(), memory("this training", *large):
-        _check_folder(folder, values, source, resume, overwrite)
+        was = _check_folder(folder, values, resume, overwrite)
+        about = None if isinstance(source, str) else summarize(source)
+        if about is not None and isinstance(was, dict):
+            _check_data(folder, was, about)
         for path in copies.values():
             if overwrite and Path(path).resolve().is_relative_to(folder.path.resolve()):
                 raise UsageError(f"{path} is in the folder that --overwrite would clear: choose another --out")
         own = {name: str(folder.path / name) for name in copies if resume and (folder.path / name).exists()}
-        with Trainer(folder, module, options, replace(algorithm, **own), source, spaces, values, resume) as trainer:
+        algorithm = replace(algorithm, **own)
+        with Trainer(folder, module, options, algorithm, source, about, spaces, values, resume) as trainer:
             for name in copies.keys() - own.keys():
                 folder.copy(copies[name], name)
             trainer.run()
     return folder.path
+
+
+def _file(config: str | Path | None, system_name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings in a YAML file, and what else it may name."""
+    if not isinstance(config, str | Path | None):
+        raise UsageError("config is the path of a YAML file; in Python settings are arguments: train(..., steps=1000)")
+    given = read_yaml(config) if config else {}
+    if given.pop("system", system_name) != system_name:
+        raise UsageError(f"{config} is not of {system_name}: it names another system")
+    named = {key: given.pop(key, None) for key in ("data", "preset", "data_options")}
+    data, how = named["data"], named["data_options"]
+    if data is not None and not all(isinstance(p, str) for p in (data if isinstance(data, list) else [data])):
+        raise UsageError(f"{config}: data must be a path, or a list of paths, not {data!r}")
+    if not isinstance(how or {}, dict):
+        raise UsageError(f"{config}: data_options must be names with values, not {how!r}")
+    return given, named
 
 
 def _logs(
@@ -156,9 +169,8 @@ def _name(source: Episodes | str, paths: Sequence[str]) -> str:
     return str(source.meta.get("dataset_id") or Path(paths[0]).stem).replace("/", "-")
 
 
-def _check_folder(
-    folder: RunFolder, values: dict[str, Any], source: Episodes | str, resume: bool, overwrite: bool
-) -> None:
+def _check_folder(folder: RunFolder, values: dict[str, Any], resume: bool, overwrite: bool) -> Any:
+    """Refuse a folder that must stay as it is. What a run to go on with tells of its data."""
     if resume and overwrite:
         raise UsageError("--resume goes on with what --overwrite would throw away: pass one of them")
     if folder.exists() and resume:
@@ -171,17 +183,16 @@ def _check_folder(
                 f"cannot resume {folder.path} with other settings: "
                 + ", ".join(f"{k} was {stored[k]!r}, now {values[k]!r}" for k in refused)
             )
-        _check_data(folder, info.get("data"), source)
-    elif folder.exists() and not overwrite:
+        return info.get("data")
+    if folder.exists() and not overwrite:
         raise UsageError(f"{folder.path} holds a run already: pass --resume, --overwrite or another --out")
-    elif not folder.exists() and any(p.name != ".lock" for p in folder.path.iterdir()):
+    if not folder.exists() and any(p.name != ".lock" for p in folder.path.iterdir()):
         raise UsageError(f"{folder.path} exists and is not a run folder: choose another --out")
+    return None
 
 
-def _check_data(folder: RunFolder, was: Any, source: Episodes | str) -> None:
-    if isinstance(source, str) or not isinstance(was, dict):
-        return
-    now = summarize(source)
+def _check_data(folder: RunFolder, was: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse other data than a run was begun with, by the summaries of both."""
     try:
         counts = [tuple(int(about[key]) for key in ("steps", "episodes")) for about in (was, now)]
         means = [float(about["return"]["mean"]) for about in (was, now)]

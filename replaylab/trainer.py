@@ -18,7 +18,6 @@ from torch import Tensor
 from replaylab.algos import Phase, Spaces
 from replaylab.config import COUNT, FROM_0, Settings, Within, knob, write_yaml
 from replaylab.data.episodes import Episodes
-from replaylab.data.inspect import summarize
 from replaylab.data.sample import BLOCK
 from replaylab.errors import DataError, ReplaylabError, UsageError
 from replaylab.evaluate import evaluate_agent, pick_device, summary
@@ -26,7 +25,7 @@ from replaylab.page import count
 from replaylab.progress import Progress, duration
 from replaylab.run import RunFolder, command_line, machine
 from replaylab.step import Stepper
-from replaylab.tensors import under
+from replaylab.tensors import by_index, under
 from replaylab.track import TRACKERS, Trackers
 
 WORTH = 20.0  # seconds since the last checkpoint after which the end of a phase is saved too,
@@ -68,11 +67,12 @@ class Trainer:
         options: Options,
         algorithm: Any,
         source: Episodes | str,
+        about: dict[str, Any] | None,  # summary of the logs, if the system learns from logs
         spaces: Spaces,
         values: dict[str, Any],
         resume: bool = False,
     ):
-        self.folder, self.options, self.logged = folder, options, not isinstance(source, str)
+        self.folder, self.options, self.logged = folder, options, about is not None
         self.device = pick_device(options.device)
         self.determined = torch.are_deterministic_algorithms_enabled()  # restored after this run
         _set_precision(options.deterministic, self.device)
@@ -102,7 +102,6 @@ class Trainer:
             return
         self.trackers.open(folder.path, values)
         write_yaml(folder.path / "config.yaml", values)
-        about = None if isinstance(source, str) else summarize(source)
         for warning in about["warnings"] if about and not resume else ():
             print(f"note: the data: {warning}", file=sys.stderr)
         folder.write_info(
@@ -362,11 +361,7 @@ class Trainer:
         try:
             self.agent.load_state_dict(weights)
             for name, optimizer in self.agent.optimizers.items():
-                entries: dict[int, dict[str, Tensor]] = {}
-                for key, value in training.items():
-                    if key.startswith(f"optimizer.{name}."):
-                        index, field = key.removeprefix(f"optimizer.{name}.").split(".", 1)
-                        entries.setdefault(int(index), {})[field] = value
+                entries = by_index(under(f"optimizer.{name}.", training))
                 current = optimizer.state_dict()["param_groups"]
                 groups = [now | saved for now, saved in zip(current, state["groups"][name], strict=True)]
                 optimizer.load_state_dict({"state": entries, "param_groups": groups})

@@ -137,6 +137,16 @@ def test_a_ring_in_the_middle_of_a_lap_is_two_stretches(tmp_path: Path) -> None:
     assert any("earlier lap" in note for note in episodes.meta["notes"])
 
 
+def test_a_part_of_a_ring_begins_behind_a_short_newest_stretch(tmp_path: Path) -> None:
+    ring = Dopamine(tmp_path / "x", 40)
+    for row in play([10, 14, 9]):
+        ring.add(*row)  # 42 rows: the cursor is at 2, behind the frames 32 and 33
+    ring.logged = 0
+    ring.log()
+    episodes = dqn_replay.read(tmp_path / "x", cache=tmp_path / "cache", max_steps=12)
+    assert frame_numbers(episodes) == list(range(1, 11))
+
+
 def test_unused_rows_behind_the_cursor_are_left_out(tmp_path: Path) -> None:
     ring = Dopamine(tmp_path / "x", 40)
     for row in play([10]):

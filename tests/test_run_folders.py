@@ -45,6 +45,16 @@ def test_resuming_a_finished_run_leaves_its_record(log, tmp_path):
     assert info["status"] == "finished" and info["planned"] == 40 and info["started"] != "long ago"
 
 
+def test_data_is_summarised_once_also_where_it_is_compared(log, tmp_path, monkeypatch):
+    made = []
+    real = replaylab.data.inspect.boundary_warnings
+    monkeypatch.setattr(replaylab.data.inspect, "boundary_warnings", lambda log: made.append(log) or real(log))
+    replaylab.train("bc", log, out=tmp_path / "r", **SMALL)
+    assert len(made) == 1
+    replaylab.train("bc", log, out=tmp_path / "r", resume=True, **SMALL | {"steps": 40})
+    assert len(made) == 2
+
+
 # --- damaged files
 
 

@@ -24,7 +24,7 @@ HOPPER, MAZE = (-20.272305, 3234.3), (30.569041, 303.4857382709002)
         ("ant-random-v2", (-325.6, 3879.7)),
         ("antmaze-umaze-v0", (0.0, 1.0)),
         ("D4RL/antmaze/large-diverse-v1", (0.0, 1.0)),
-        ("AntMaze_UMaze-v4", (0.0, 1.0)),
+        ("AntMaze_UMaze-v4", None),  # Gymnasium-Robotics' own: 1 for every step at the goal, up to 700
         ("maze2d-large-dense-v1", MAZE),
         ("maze2d-large-v1", (6.7, 273.99)),
         ("maze2d-open-v0", (0.01, 20.66)),

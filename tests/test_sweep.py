@@ -88,7 +88,7 @@ def test_a_failed_cell_is_recorded_and_the_rest_goes_on(place, capfd):
 def test_a_damaged_line_in_the_record_does_no_harm(place):
     (cell, *_), queue = read_plan(write(place)).cells, Queue(place / "sweep")
     queue.status.mkdir(parents=True)
-    (queue.status / f"{cell.name}.jsonl").write_bytes(b'\xff\xfe\n5\n{"event": "fai\n')
+    (queue.status / f"{cell.name}.jsonl").write_bytes(b'\xff\xfe\n5\n{"event": "fai')
     assert queue.state(cell) == "new"
     queue.record(cell, "failed", error="why")
     assert queue.state(cell) == "failed" and queue.error(cell) == "why"

@@ -5,17 +5,22 @@ from __future__ import annotations
 import fcntl
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from replaylab.algos import Phase
 from replaylab.data.episodes import Episodes
+from replaylab.page import count
+from replaylab.step import Stepper
 
 Rows = Iterator[tuple[str, float, str]]  # (what, figure, unit)
+Variants = Sequence[tuple[int, str, str]]  # (seeds, compile, precision)
 WARM_UP = 1.5  # seconds
 
 
@@ -36,6 +41,19 @@ def hopper_like(rows: int = 299_470, episodes: int = 663) -> Episodes:
         final_known=np.ones(episodes, bool),
         meta={"env_id": "d4rl/hopper"},
     )
+
+
+def time_updates(phase_of: Callable[[int, str], Phase], device: torch.device, what: str, variants: Variants) -> Rows:
+    """Updates of a phase, which `phase_of(seeds, precision)` makes, in each variant; on a CPU only a plain one."""
+    cuda = device.type == "cuda"
+    calls, repeats = (200, 5) if cuda else (2, 1)
+    for seeds, compile, precision in variants if cuda else [(1, "off", "fp32")]:
+        if compile == "on":  # as in a new process: earlier compilations count against a limit
+            torch.compiler.reset()
+        stepper = Stepper(phase_of(seeds, precision), device, compile)
+        spent = seconds_per_call(partial(stepper.run, 0, calls), device, 1, repeats) / calls
+        how = {"auto": "captured", "on": "compiled + captured", "off": "eager"}[compile]
+        yield f"{what}, {count(seeds, 'seed')}, {how}, {precision}", 1e3 * spent, "ms"
 
 
 def seconds_per_call(call: Callable[[], Any], device: torch.device, calls: int, repeats: int = 5) -> float:

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import torch
 
-from replaylab.algos import Spaces, diffusion_dice
-from replaylab.bench.common import Rows, hopper_like, seconds_per_call
-from replaylab.step import Stepper
+from replaylab.algos import Phase, Spaces, diffusion_dice
+from replaylab.bench.common import Rows, Variants, hopper_like, seconds_per_call, time_updates
 
 HOPPER = Spaces([11], "float32", 3, False, [-1.0] * 3, [1.0] * 3)
 
 
-Variants = Sequence[tuple[int, str, str]]  # (seeds, compile, precision)
-
-
 def _updates(device: torch.device, name: str, what: str, variants: Variants) -> Rows:
-    cuda = device.type == "cuda"
-    episodes = hopper_like() if cuda else hopper_like(20_000, 40)
-    calls = 200 if cuda else 2
-    for count, compile, precision in variants if cuda else [(1, "off", "fp32")]:
-        if compile == "on":  # as in a new process: earlier compilations count against a limit
-            torch.compiler.reset()
-        agent = diffusion_dice.Agent(diffusion_dice.Config(precision=precision), HOPPER, range(count), device)
-        phase = next(phase for phase in agent.phases(episodes) if phase.name == name)
-        stepper = Stepper(phase, device, compile)
-        spent = seconds_per_call(partial(stepper.run, 0, calls), device, 1, 5 if cuda else 1) / calls
-        how = {"auto": "captured", "on": "compiled + captured", "off": "eager"}[compile]
-        yield f"{what}, {count} seed{'s' if count > 1 else ''}, {how}, {precision}", 1e3 * spent, "ms"
+    episodes = hopper_like() if device.type == "cuda" else hopper_like(20_000, 40)
+
+    def phase_of(seeds: int, precision: str) -> Phase:
+        agent = diffusion_dice.Agent(diffusion_dice.Config(precision=precision), HOPPER, range(seeds), device)
+        return next(phase for phase in agent.phases(episodes) if phase.name == name)
+
+    yield from time_updates(phase_of, device, what, variants)
 
 
 def behavior(device: torch.device) -> Rows:

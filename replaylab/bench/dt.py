@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from replaylab.algos import Spaces, dt
-from replaylab.bench.common import Rows, hopper_like, seconds_per_call
+from replaylab.algos import Phase, Spaces, dt
+from replaylab.bench.common import Rows, Variants, hopper_like, seconds_per_call, time_updates
 from replaylab.data.episodes import Episodes
-from replaylab.step import Stepper
-
-Variants = Sequence[tuple[int, str, str]]  # (seeds, compile, precision)
+from replaylab.page import count
 
 
-def frames(rows: int = 50_000, episodes: int = 25, actions: int = 6) -> Episodes:
+def frames(rows: int = 50_000, episodes: int = 25) -> Episodes:
     """Noise with the shapes of an Atari log: single 84 x 84 frames."""
     rng = np.random.default_rng(0)
     offsets = np.linspace(0, rows, episodes + 1).astype(np.int64)
@@ -25,7 +22,7 @@ def frames(rows: int = 50_000, episodes: int = 25, actions: int = 6) -> Episodes
     terminated[offsets[1:] - 1] = True
     return Episodes(
         observations=rng.integers(0, 256, (rows, 84, 84), np.uint8),
-        actions=rng.integers(0, actions, rows),
+        actions=rng.integers(0, 6, rows),
         rewards=rng.integers(-1, 2, rows).astype(np.float64),
         terminated=terminated,
         truncated=np.zeros(rows, bool),
@@ -37,30 +34,26 @@ def frames(rows: int = 50_000, episodes: int = 25, actions: int = 6) -> Episodes
 
 
 def _train(device: torch.device, episodes: Episodes, preset: str, what: str, variants: Variants) -> Rows:
-    cuda = device.type == "cuda"
-    for count, compile, precision in variants if cuda else [(1, "off", "fp32")]:
+    def phase_of(seeds: int, precision: str) -> Phase:
         config = dt.Config(**dt.PRESETS[preset], precision=precision)
-        agent = dt.Agent(config, Spaces.of(episodes), range(count), device)
-        stepper = Stepper(agent.phases(episodes)[0], device, compile)
-        calls = 200 if cuda else 2
-        spent = seconds_per_call(partial(stepper.run, 0, calls), device, 1, 5 if cuda else 1) / calls
-        how = {"auto": "captured", "on": "compiled + captured", "off": "eager"}[compile]
-        yield f"{what}, {count} seed{'s' if count > 1 else ''}, {how}, {precision}", 1e3 * spent, "ms"
+        return dt.Agent(config, Spaces.of(episodes), range(seeds), device).phases(episodes)[0]
+
+    yield from time_updates(phase_of, device, what, variants)
 
 
 def _act(device: torch.device, spaces: Spaces, preset: str, what: str, counts: tuple[int, ...]) -> Rows:
     agent = dt.Agent(dt.Config(**dt.PRESETS[preset]), spaces, [0], device).eval()
-    for count in counts:
-        shape = (1, count, *spaces.seen)
+    for rows in counts:
+        shape = (1, rows, *spaces.seen)
         seen = torch.randint(0, 256, shape, dtype=torch.uint8) if len(shape) > 3 else torch.randn(shape)
         seen = seen.to(device)
-        state: Any = agent.begin(count, [1.0])
+        state: Any = agent.begin(rows, [1.0])
 
         def answer(seen: torch.Tensor = seen, state: Any = state) -> None:
             agent.act(seen, state)[0].cpu()
 
         spent = seconds_per_call(answer, device, 50 if device.type == "cuda" else 3)
-        yield f"{what}, {count} environment{'s' if count > 1 else ''}, result on the host", 1e3 * spent, "ms"
+        yield f"{what}, {count(rows, 'environment')}, result on the host", 1e3 * spent, "ms"
 
 
 def hopper_train(device: torch.device) -> Rows:

@@ -15,6 +15,7 @@ import torch
 from replaylab.algos import Spaces
 from replaylab.bench.common import Rows, hopper_like, seconds_per_call
 from replaylab.fuse import fused
+from replaylab.page import count
 from replaylab.step import Graph, Stepper
 
 
@@ -25,9 +26,9 @@ def bc_update(device: torch.device) -> Rows:
     for seeds in (1, 8):
         agent = bc.Agent(bc.Config(), Spaces.of(episodes), range(seeds), device)
         stepper = Stepper(agent.phases(episodes)[0], device)
-        count = 500 if device.type == "cuda" else 20
-        spent = seconds_per_call(partial(stepper.run, 0, count), device, 1) / count
-        yield f"bc update, batch 256, 256x256, {seeds} seed{'s' if seeds > 1 else ''}", 1e3 * spent, "ms"
+        calls = 500 if device.type == "cuda" else 20
+        spent = seconds_per_call(partial(stepper.run, 0, calls), device, 1) / calls
+        yield f"bc update, batch 256, 256x256, {count(seeds, 'seed')}", 1e3 * spent, "ms"
 
 
 def sac_update(device: torch.device) -> Rows:
@@ -46,7 +47,7 @@ def sac_update(device: torch.device) -> Rows:
 
         call = Graph(fused(body, device.type == "cuda"), device)  # as `data collect` runs it
         spent = seconds_per_call(call, device, 500 if device.type == "cuda" else 20)
-        name = f"sac update, batch 256, 256x256, {seeds} seed{'s' if seeds > 1 else ''}"
+        name = f"sac update, batch 256, 256x256, {count(seeds, 'seed')}"
         yield name, 1e3 * spent, "ms"
         yield name, seeds / spent, "updates/s"
 
@@ -84,11 +85,11 @@ def evaluation(device: torch.device) -> Rows:
         yield "bc policy, 10 episodes side by side against one after another", 10 * single / batch, "x"
         cheetah = Spaces([17], "float32", 6, False, [-1.0] * 6, [1.0] * 6)
         agent = bc.Agent(bc.Config(), cheetah, [0], device)
-        for count in (1, 10):
+        for games in (1, 10):
             began = time.perf_counter()
-            _, lengths = rollout(agent.act, 1, "d4rl/halfcheetah", count, device=device)
+            _, lengths = rollout(agent.act, 1, "d4rl/halfcheetah", games, device=device)
             spent = time.perf_counter() - began
-            yield f"evaluation in d4rl/halfcheetah, {count} side by side", lengths.sum() / spent, "steps/s"
+            yield f"evaluation in d4rl/halfcheetah, {games} side by side", lengths.sum() / spent, "steps/s"
 
 
 def env_steps(device: torch.device) -> Rows:
@@ -96,17 +97,17 @@ def env_steps(device: torch.device) -> Rows:
 
     rng = np.random.default_rng(0)
     for name in ("hopper", "halfcheetah", "walker2d", "ant"):
-        for count in (1, 64):
-            env = envs.make_vec(f"d4rl/{name}", count)
+        for robots in (1, 64):
+            env = envs.make_vec(f"d4rl/{name}", robots)
             env.reset(seed=0)
-            actions = rng.uniform(-1, 1, (200, count, *env.single_action_space.shape)).astype(np.float32)
+            actions = rng.uniform(-1, 1, (200, robots, *env.single_action_space.shape)).astype(np.float32)
             began, steps = time.perf_counter(), 0
             while time.perf_counter() - began < 1:
                 _, _, terminated, truncated, _ = env.step(actions[steps % 200])
                 steps += 1
                 if (terminated | truncated).any():
                     env.reset(options={"reset_mask": terminated | truncated})
-            yield f"d4rl/{name}, {count} side by side", steps * count / (time.perf_counter() - began), "steps/s"
+            yield f"d4rl/{name}, {robots} side by side", steps * robots / (time.perf_counter() - began), "steps/s"
             env.close()
 
 

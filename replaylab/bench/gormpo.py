@@ -12,6 +12,7 @@ from replaylab import density
 from replaylab.algos import Phase, Spaces, gormpo, mopo
 from replaylab.bench.common import Rows, hopper_like, seconds_per_call
 from replaylab.models.density import make
+from replaylab.page import count
 from replaylab.step import Graph, Stepper
 
 
@@ -23,10 +24,6 @@ def _agent(device: torch.device, module: Any, seeds: int, rows: int, **settings:
 
 def _seeds(device: torch.device) -> tuple[int, ...]:
     return (1, 5) if device.type == "cuda" else (1,)
-
-
-def _count(seeds: int) -> str:
-    return f"{seeds} seed{'s' if seeds > 1 else ''}"
 
 
 def _variants(device: torch.device) -> list[tuple[int, str, str]]:
@@ -47,9 +44,9 @@ def dynamics_epoch(device: torch.device) -> Rows:
             stepper.run(0, fit.batches)
 
         spent = seconds_per_call(epoch, device, 1)
-        what = f"dynamics epoch, 7 members of 4x200, {fit.batches} batches of 256, {_count(seeds)}, {how}"
+        what = f"dynamics epoch, 7 members of 4x200, {fit.batches} batches of 256, {count(seeds, 'seed')}, {how}"
         yield what, 1e3 * spent, "ms"
-        yield f"one of its updates, {_count(seeds)}, {how}", 1e3 * spent / fit.batches, "ms"
+        yield f"one of its updates, {count(seeds, 'seed')}, {how}", 1e3 * spent / fit.batches, "ms"
 
 
 def rollout(device: torch.device) -> Rows:
@@ -62,10 +59,10 @@ def rollout(device: torch.device) -> Rows:
                 agent.density.begin()
                 agent.density.finish()
             spent = seconds_per_call(partial(agent.imagine, 0), device, 5 if device.type == "cuda" else 1)
-            name = f"rollout of {agent.imagination.rows:,} x 5, {what}, {_count(seeds)}"
+            name = f"rollout of {agent.imagination.rows:,} x 5, {what}, {count(seeds, 'seed')}"
             yield name, 1e3 * spent, "ms"
             alone = seconds_per_call(agent.rollout, device, 5 if device.type == "cuda" else 1)
-            yield f"of it, the graph alone, {what}, {_count(seeds)}", 1e3 * alone, "ms"
+            yield f"of it, the graph alone, {what}, {count(seeds, 'seed')}", 1e3 * alone, "ms"
 
 
 def policy_update(device: torch.device) -> Rows:
@@ -73,23 +70,23 @@ def policy_update(device: torch.device) -> Rows:
     small = {} if device.type == "cuda" else {"rollout_batch": 1_000}
     for seeds, compile, how in _variants(device):
         agent, phases = _agent(device, mopo, seeds, 20_000, **small)
-        stepper, count = Stepper(phases[-1], device, compile), 500 if device.type == "cuda" else 20
+        stepper, calls = Stepper(phases[-1], device, compile), 500 if device.type == "cuda" else 20
         agent.imagine(0)
 
-        def updates(agent: Any = agent, stepper: Stepper = stepper, count: int = count) -> None:
+        def updates(agent: Any = agent, stepper: Stepper = stepper, calls: int = calls) -> None:
             agent.cursor.zero_()
-            stepper.run(0, count)
+            stepper.run(0, calls)
 
-        spent = seconds_per_call(updates, device, 1) / count
-        yield f"policy update, batch 12 + 244, 256x256, {_count(seeds)}, {how}", 1e3 * spent, "ms"
+        spent = seconds_per_call(updates, device, 1) / calls
+        yield f"policy update, batch 12 + 244, 256x256, {count(seeds, 'seed')}, {how}", 1e3 * spent, "ms"
 
 
 def realnvp_train(device: torch.device) -> Rows:
     x = torch.randn(20_000, 14, device=device)
     descent = density.Descent(make("realnvp", 14).to(device), 20_000, 1e-3)
     stepper = Stepper(Phase("density", 20_000, density.Rows(x, 128, 0), descent), device)
-    count = 500 if device.type == "cuda" else 5
-    spent = seconds_per_call(partial(stepper.run, 0, count), device, 1) / count
+    calls = 500 if device.type == "cuda" else 5
+    spent = seconds_per_call(partial(stepper.run, 0, calls), device, 1) / calls
     yield "RealNVP update, batch 128 x 14, 6 couplings of 256x256", 1e3 * spent, "ms"
 
 

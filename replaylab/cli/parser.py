@@ -78,7 +78,7 @@ def read_options(args: argparse.Namespace) -> dict[str, Any]:
 
     found = {k: getattr(args, k) for k in (*OPTIONS, *PART) if hasattr(args, k)}
     if "columns" in found:
-        from replaylab.data.formats.table import parse_columns
+        from replaylab.data.formats.common import parse_columns
 
         found["columns"] = parse_columns(args.columns)
     return found

@@ -174,22 +174,20 @@ def _build_density(verbs: Any) -> None:
     data_options(verb)
 
 
+def train_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of `replaylab.train` after the system."""
+    from replaylab.train import settings_of
+
+    own = {"data", "out", "preset", "config"} | settings_of(system(args.system))
+    flags = {name: hasattr(args, name) for name in ("resume", "overwrite")}
+    return {k: v for k, v in vars(args).items() if k in own} | flags | {"data_options": read_options(args)}
+
+
 def _train(args: argparse.Namespace) -> None:
     from replaylab.report import report
-    from replaylab.train import settings_of, train
+    from replaylab.train import train
 
-    settings = {k: v for k, v in vars(args).items() if k in settings_of(system(args.system))}
-    path = train(
-        args.system,
-        getattr(args, "data", None),
-        out=getattr(args, "out", None),
-        preset=getattr(args, "preset", None),
-        config=getattr(args, "config", None),
-        resume=hasattr(args, "resume"),
-        overwrite=hasattr(args, "overwrite"),
-        data_options=read_options(args),
-        **settings,
-    )
+    path = train(args.system, **train_arguments(args))
     config = RunFolder(path).config()
     device, env, data = str(config.get("device", "auto")), config.get("env"), config.get("data", [])
     unseen = env is None and bool(set(data) - set(TOYS))
@@ -309,8 +307,6 @@ def _label(settings: dict[str, Any]) -> str:
 
 
 def _sweep(args: argparse.Namespace) -> None:
-    from replaylab.errors import ReplaylabError
-    from replaylab.page import count
     from replaylab.sweep import run
 
     names = ("out", "address", "devices", "per_device", "gpus", "data")

@@ -18,7 +18,7 @@ import torch
 import replaylab
 from replaylab.config import resolve
 from replaylab.data.damage import check_seed
-from replaylab.data.episodes import Episodes, concatenate
+from replaylab.data.episodes import Episodes
 from replaylab.data.read import load
 from replaylab.data.write import check_target, save
 from replaylab.errors import DataError, UsageError
@@ -26,6 +26,8 @@ from replaylab.run import command_line
 
 SHORT = {"swimmer": "Swimmer-v5", "pendulum": "Pendulum-v1"}
 LEVELS = ("random", "medium", "medium-replay", "full-replay", "expert", "medium-expert", "mixed")
+
+BITS = 12  # of mantissa that compact data keeps, of float32's 23
 
 
 def collect(
@@ -57,20 +59,17 @@ def collect(
         if level not in (None, "replay"):
             raise UsageError(f"{env}: unknown level '{level}'; Atari data has one, 'replay'")
         return collect_atari(env, steps or 1_000_000, out, seed=seed, device=device, overwrite=overwrite, **settings)
-    if env.startswith("pointmaze"):
-        from replaylab.collect.maze import collect_maze
-
+    if env.startswith("pointmaze") or "antmaze" in env:
         if level is not None:
             raise UsageError(f"{env}: mazes have no levels; choose --style play or diverse")
-        settings |= {"overwrite": overwrite, "format": format, "compact": compact}
-        return collect_maze(env, steps or 300_000, out, seed=seed, **settings)
-    if "antmaze" in env:
+        settings |= {"seed": seed, "overwrite": overwrite, "format": format, "compact": compact}
+        if env.startswith("pointmaze"):
+            from replaylab.collect.maze import collect_maze
+
+            return collect_maze(env, steps or 300_000, out, **settings)
         from replaylab.collect.antmaze import collect_antmaze
 
-        if level is not None:
-            raise UsageError(f"{env}: mazes have no levels; choose --style play or diverse")
-        settings |= {"overwrite": overwrite, "format": format, "compact": compact}
-        return collect_antmaze(env, steps or 300_000, out, seed=seed, device=device, **settings)
+        return collect_antmaze(env, steps or 300_000, out, device=device, **settings)
     level = level or "medium"
     if level != "all" and level not in LEVELS:
         close = difflib.get_close_matches(level, LEVELS, n=1)
@@ -157,17 +156,17 @@ def going_on(training: Path, asked: dict[str, Any], overwrite: bool) -> bool:
     return path.exists()
 
 
-def rounded(episodes: Episodes, bits: int = 12) -> Episodes:
-    """Smaller data, to ship: floats rounded to `bits` bits of mantissa, which compress well, and no extra columns."""
+def rounded(episodes: Episodes) -> Episodes:
+    """Smaller data, to ship: floats rounded to BITS bits of mantissa, which compress well, and no extra columns."""
 
     def shorten(column: np.ndarray) -> np.ndarray:
         whole = column.astype(np.float32).view(np.uint32)
-        drop = 23 - bits
+        drop = 23 - BITS
         return ((whole + np.uint32(1 << (drop - 1))) >> drop << drop).view(np.float32)
 
     names = ("observations", "actions", "rewards", "final_observations")
     shorter: dict[str, Any] = {name: shorten(getattr(episodes, name)) for name in names}
-    return replace(episodes, **shorter, extras={}, meta=episodes.meta | {"rounded_to_bits": bits})
+    return replace(episodes, **shorter, extras={}, meta=episodes.meta | {"rounded_to_bits": BITS})
 
 
 def recipe(config: Any, seed: int) -> dict[str, Any]:
@@ -206,6 +205,3 @@ def save_what_fits(episodes: Episodes, path: Path, *, overwrite: bool, format: s
             continue
         raise DataError(f"{path}: the disk is full; {kept}. For all, make room, remove it and run the command again")
     raise problem
-
-
-__all__ = ["LEVELS", "collect", "concatenate", "recipe", "save_what_fits"]

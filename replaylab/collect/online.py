@@ -31,7 +31,7 @@ from replaylab.evaluate import rollout
 from replaylab.fuse import fused
 from replaylab.progress import Progress, duration
 from replaylab.step import Graph
-from replaylab.tensors import load_tensors, save_tensors
+from replaylab.tensors import by_index, load_tensors, save_tensors, under
 from replaylab.trainer import Interrupted
 
 
@@ -251,11 +251,7 @@ class Online:
         state = load_tensors(self.folder / f"sac-{len(self.curve) - 1}")
         self.sac.load_state_dict({k: v for k, v in state.items() if not k.startswith("optimizer.")})
         optimizer = self.sac.optimizers["all"]
-        entries: dict[int, dict[str, Tensor]] = {}
-        for key, value in state.items():
-            if key.startswith("optimizer."):
-                _, index, name = key.split(".")
-                entries.setdefault(int(index), {})[name] = value
+        entries = by_index(under("optimizer.", state))
         optimizer.load_state_dict({"state": entries, "param_groups": optimizer.state_dict()["param_groups"]})
         for chapter in range(len(self.curve)):
             self._refill(self.history(chapter))
@@ -274,8 +270,8 @@ class Online:
 
     def actor(self, chapter: int, candidate: int) -> dict[str, Tensor]:
         """One candidate's actor as it was at the end of a chapter."""
-        found = load_tensors(self.folder / f"actor-{chapter}")
-        return {k.removeprefix("actor."): v[candidate : candidate + 1] for k, v in found.items()}
+        found = under("actor.", load_tensors(self.folder / f"actor-{chapter}"))
+        return {k: v[candidate : candidate + 1] for k, v in found.items()}
 
     def forget(self) -> None:
         shutil.rmtree(self.folder)

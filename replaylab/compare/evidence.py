@@ -27,6 +27,7 @@ from replaylab.config import default_of
 from replaylab.errors import DataError, UsageError
 from replaylab.page import count, write_page
 from replaylab.results import UNREADABLE, Evaluations, Run, dictionary, read_runs
+from replaylab.sweep.plan import Cell
 from replaylab.trainer import Options
 
 FORMAT = "replaylab-result-1"
@@ -38,7 +39,7 @@ def export(runs: str | Path | Iterable[str | Path], out: str | Path, *, note: st
     out: a folder, in which each run gets NAME.json, or for one run a .json file.
     """
     found = read_runs(runs)
-    out = Path(out)
+    out, cells = Path(out), {folder: read_sweep(folder)[0] for folder in {run.path.parent for run in found}}
     if out.suffix == ".json" and len(found) > 1:
         raise UsageError(f"{out} is one file for {count(len(found), 'run')}: name a folder")
     results: dict[Path, dict[str, Any]] = {}
@@ -48,7 +49,7 @@ def export(runs: str | Path | Iterable[str | Path], out: str | Path, *, note: st
         path = out if out.suffix == ".json" else out / f"{run.path.resolve().name}.json"
         if path in results:
             raise UsageError(f"two of the runs would be {path}: export them to folders of their own")
-        results[path] = _result(run, note)
+        results[path] = _result(run, cells[run.path.parent], note)
         if path.exists():
             _check_replaced(path, results[path])
     return [write_page(path, json.dumps(result, indent=1) + "\n") for path, result in results.items()]
@@ -72,9 +73,9 @@ def _identity(result: dict[str, Any]) -> dict[str, Any]:
     return {k: result.get(k) for k in ("format", "system", "task", "preset", "seeds")} | {"settings": settings}
 
 
-def _result(found: Run, note: str) -> dict[str, Any]:
+def _result(found: Run, cells: dict[str, Cell], note: str) -> dict[str, Any]:
     config, info = found.config, found.info
-    row, task, _ = names_of([found], read_sweep(found.path.parent)[0])[found.path]
+    row, task, _ = names_of([found], cells)[found.path]
     summary = dictionary(info.get("data"))
     return {
         "format": FORMAT,
@@ -88,7 +89,7 @@ def _result(found: Run, note: str) -> dict[str, Any]:
         "seeds": config.get("seeds"),
         "steps": config.get("steps"),
         "parameters": info.get("parameters"),
-        "data": {"paths": config.get("data")} | {k: summary[k] for k in ("steps", "rows", "episodes") if k in summary},
+        "data": {"paths": config.get("data")} | {k: summary[k] for k in ("steps", "episodes") if k in summary},
         "command": info.get("command"),
         "machine": info.get("machine"),
         "date": str(info.get("finished") or info.get("started") or "")[:10],

@@ -180,7 +180,7 @@ def _acting(score: dict[str, Any]) -> str:
 
 def _score(score: dict[str, Any]) -> list[str]:
     last, best = ([line["mean"] for line in score[which]] for which in ("last", "best"))
-    low, high = stats.bootstrap_interval([[v] for v in last]) if len(last) > 1 else (np.nan, np.nan)
+    low, high = stats.bootstrap_interval([[v] for v in last])
     game = f" (game score {np.mean([line['return'] for line in score['last']]):.4g})" if _plays_atari(score) else ""
     return [
         f"**{_mean(last)}**" + ("" if score["kind"] == "normalised" else " (return)") + game,

@@ -13,8 +13,7 @@ import numpy as np
 from replaylab import stats
 from replaylab.errors import UsageError
 from replaylab.published import canonical, dataset_name
-from replaylab.results import UNREADABLE, Evaluations, Run, dictionary, finite, read_runs, text
-from replaylab.results import compare as differences
+from replaylab.results import UNREADABLE, Evaluations, Run, dictionary, differences, finite, read_runs, text
 from replaylab.run import RunFolder
 from replaylab.sweep.plan import Cell
 from replaylab.sweep.queue import Queue
@@ -199,18 +198,22 @@ def name_of(cell: Cell) -> Name:
 
 def names_of(runs: Sequence[Run], cells: dict[str, Cell]) -> dict[Path, Name]:
     """The name of each run: as in the sweep, else from the settings that differ between the runs."""
-    found, tasks = {}, tasks_of([run for run in runs if run.path.name not in cells])
+    tasks = tasks_of([run for run in runs if run.path.name not in cells])
+    systems = {run.path: text(run.config.get("system") or "unknown") for run in runs}
+    settings: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
-        cell = cells.get(run.path.name)
-        if cell:
-            found[run.path] = name_of(cell)
-            continue
-        system = text(run.config.get("system") or "unknown")
-        others = [r.config for r in runs if text(r.config.get("system") or "unknown") == system]
-        settings = [{k: v for k, v in config.items() if k not in NOT_A_SETTING} for config in others]
-        differing = ", ".join(f"{k} {text(run.config.get(k))}" for k in differences(settings)[1])
-        found[run.path] = (f"{system} ({differing})" if differing else system, tasks[run.path], system)
-    return found
+        own = {k: v for k, v in run.config.items() if k not in NOT_A_SETTING}
+        settings.setdefault(systems[run.path], []).append(own)
+    differing = {system: differences(configs)[1] for system, configs in settings.items()}
+
+    def name(run: Run) -> Name:
+        if cell := cells.get(run.path.name):
+            return name_of(cell)
+        system = systems[run.path]
+        label = ", ".join(f"{k} {text(run.config.get(k))}" for k in differing[system])
+        return f"{system} ({label})" if label else system, tasks[run.path], system
+
+    return {run.path: name(run) for run in runs}
 
 
 def tasks_of(runs: Sequence[Run]) -> dict[Path, str]:

@@ -12,7 +12,20 @@ import numpy as np
 from replaylab import charts, stats
 from replaylab.compare.gather import Comparison, Entry, hours
 from replaylab.compare.tables import amount, neighbours, no_scores, protocols, published_cells, remark, score
-from replaylab.page import Html, count, details, duration, escape, grid, number, span, table, warning_list
+from replaylab.page import (
+    Html,
+    count,
+    details,
+    duration,
+    escape,
+    grid,
+    note,
+    number,
+    span,
+    status_word,
+    table,
+    warning_list,
+)
 from replaylab.published import Published
 from replaylab.results import Run, finite, text
 
@@ -32,10 +45,6 @@ def sections(found: Comparison, out: Path) -> list[tuple[str, Html]]:
         parts += [("Over all tasks", _over_all(found, rows, tasks, left_out, here))]
     parts += [("Curves", _curves(found)), ("Time and cost", _cost(found, out))]
     return parts
-
-
-def note(words: str) -> Html:
-    return Html(f'<p class="note">{escape(words)}</p>')
 
 
 # --- scores
@@ -214,8 +223,6 @@ def _cost_row(run: Run, spent: float | None, gpu: bool, out: Path) -> list[Html 
     machine, seeds = run.info.get("machine"), run.config.get("seeds")
     page, name = run.path / "report.html", escape(run.name)
     link = quote(os.path.relpath(page.resolve(), out.resolve().parent)) if page.exists() else ""
-    status = str(run.info.get("status") or "unknown")
-    known = status if status in ("finished", "failed", "interrupted") else ""
     return [
         Html(f'<a href="{escape(link)}">{name}</a>') if link else name,
         duration(None if spent is None else 3600 * spent),
@@ -224,6 +231,6 @@ def _cost_row(run: Run, spent: float | None, gpu: bool, out: Path) -> list[Html 
         str(len(seeds)) if isinstance(seeds, list) else "–",
         number(run.step),
         number(finite(run.info.get("parameters"))),
-        Html(f'<span class="status {known}">{escape(status)}</span>'),
+        status_word(str(run.info.get("status") or "unknown")),
         text(run.info.get("finished") or "–"),
     ]

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from replaylab.data.columns import Columns, column_statistics, pieces
-from replaylab.data.episodes import Episodes, _same_rows
+from replaylab.data.ends import same_rows
+from replaylab.data.episodes import Episodes
 from replaylab.page import count, number
 
 LARGE_PART = 0.2  # of the sum of |reward|
@@ -93,7 +94,7 @@ def reward_warnings(episodes: Episodes) -> list[str]:
 def boundary_warnings(episodes: Episodes) -> list[str]:
     found = []
     starts = episodes.offsets[1:-1]
-    leaks = _same_rows(episodes.final_observations[:-1], episodes.observations[starts]) if len(starts) else np.zeros(0)
+    leaks = same_rows(episodes.final_observations[:-1], episodes.observations[starts]) if len(starts) else np.zeros(0)
     leaked = int((leaks * episodes.final_known[:-1]).sum())
     if leaked and (episodes.observations != episodes.observations[:1]).any():  # if all states are equal, none leaks
         who = f"the final observation of {count(leaked, 'episode')}"

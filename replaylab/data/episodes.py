@@ -30,8 +30,6 @@ from replaylab.data.ends import (
 )
 from replaylab.errors import DataError
 
-_same_rows = same_rows  # data/inspect.py knows it by this name
-
 MAX_NOTES = 20
 
 

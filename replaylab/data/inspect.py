@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from replaylab import charts
+from replaylab import charts, scores
 from replaylab.data.columns import Columns, column_statistics, pieces, plain_number
 from replaylab.data.doubts import (
     action_warnings,
@@ -31,6 +31,7 @@ from replaylab.page import (
     details,
     facts,
     grid,
+    note,
     number,
     page,
     size_of,
@@ -40,6 +41,8 @@ from replaylab.page import (
 )
 
 LISTED = 64  # wider arrays (pixels) are described as a whole, not by column
+PRINTED = 12  # columns of each kind that a terminal shows
+DRAWN = 24  # dimensions of the actions that a page draws
 QUANTILES = {"5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95}
 
 
@@ -75,7 +78,7 @@ def summarize(episodes: Episodes) -> dict[str, Any]:
             *boundary_warnings(episodes),
             *reward_warnings(episodes),
             *action_warnings(episodes, action),
-            *[str(note) for note in episodes.meta.get("notes") or []],
+            *[str(line) for line in episodes.meta.get("notes") or []],
         ],
     }
 
@@ -95,8 +98,6 @@ def _distribution(values: np.ndarray) -> dict[str, Any]:
 
 
 def _normalized(env_id: str | None, returns: np.ndarray) -> dict[str, Any] | None:
-    from replaylab import scores  # imported here, as the data layer does not depend on it
-
     reference = scores.reference(env_id) if env_id else None
     if env_id is None or reference is None or not np.isfinite(returns).all():
         return None
@@ -153,20 +154,17 @@ def _bounds(episodes: Episodes, columns: Columns) -> tuple[np.ndarray, np.ndarra
     return columns.low, columns.high, "observed"
 
 
-# --- warnings
-
-
 # --- text and HTML
 
 
-def format_summary(summary: dict[str, Any], *, columns: int = 12) -> str:
-    """The summary for a terminal: facts, one table of numbers, warnings. Lists up to `columns` columns of each kind."""
+def format_summary(summary: dict[str, Any]) -> str:
+    """The summary for a terminal: facts, one table of numbers, warnings."""
     lines = [f"{name:<13} {value}" for name, value in _facts(summary)]
     rows, hidden = [(name, summary[name]) for name in ("return", "length", "reward")], 0
     for kind in ("observation", "action"):
         listed = [] if summary[kind].get("discrete") else summary[kind]["columns"]
-        rows += [(row["name"], row) for row in listed[:columns]]
-        hidden += len(listed[columns:])
+        rows += [(row["name"], row) for row in listed[:PRINTED]]
+        hidden += len(listed[PRINTED:])
     width = max(len(name) for name, _ in rows) + 1
     lines += ["", " " * width + "".join(f"{h:>10}" for h in ("mean", "std", "min", "median", "max"))]
     for name, row in rows:
@@ -273,19 +271,19 @@ def _spread(total: int, most: int) -> np.ndarray:
     return np.linspace(0, total - 1, min(total, most)).astype(np.int64)
 
 
-def _action_html(episodes: Episodes, action: dict[str, Any], rows: np.ndarray, most: int = 24) -> Html:
+def _action_html(episodes: Episodes, action: dict[str, Any], rows: np.ndarray) -> Html:
     actions = episodes.actions[rows]
     if episodes.discrete:
         return grid([charts.histogram("Actions", *charts.bin_values(actions), x_label="action id", y_label="steps")])
     names = column_names("action", actions.shape[1:])
     pictures = []
-    for i, (name, values) in enumerate(zip(names[:most], actions.reshape(len(actions), -1).T, strict=False)):
+    for i, (name, values) in enumerate(zip(names[:DRAWN], actions.reshape(len(actions), -1).T, strict=False)):
         low, high = action["low"][i], action["high"][i]
         bounds = None if low is None or high is None or low == high else (low, high)
         pictures.append(charts.histogram(name, *charts.bin_values(values, within=bounds), size=charts.SMALL))
-    left_out = f"The first {most} of {len(names)} dimensions. " if len(names) > most else ""
-    note = f"{left_out}How often each value was taken; what the data never tries, it cannot teach."
-    return Html(f'<p class="note">{note}</p>{grid(pictures, small=True)}')
+    left_out = f"The first {DRAWN} of {len(names)} dimensions. " if len(names) > DRAWN else ""
+    about = note(f"{left_out}How often each value was taken; what the data never tries, it cannot teach.")
+    return Html(about + grid(pictures, small=True))
 
 
 def _state_html(episodes: Episodes) -> Html:

@@ -16,12 +16,9 @@ import numpy as np
 from replaylab.data.ends import check_meta, refuse_huge
 from replaylab.data.episodes import Episodes, concatenate
 from replaylab.data.formats import FORMATS, SUFFIXES
-from replaylab.data.formats.common import Options, check_columns, parse_columns
+from replaylab.data.formats.common import Options, check_columns
 from replaylab.data.toys import toy_bandit
 from replaylab.errors import DataError, MissingExtra, ReplaylabError, UsageError, nearest
-
-__all__ = ["FORMATS", "SAMPLES", "load", "parse_columns"]
-
 
 OPTIONS = ("format", "columns", "max_episode_steps", "split")
 PART = ("checkpoints", "max_steps", "episodes_per_checkpoint")

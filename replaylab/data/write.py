@@ -49,9 +49,7 @@ def check_target(path: Path, format: str | None, overwrite: bool) -> str:
         raise UsageError(f"{path}: {what}{nearest(str(name), WRITABLE)}")
     if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path}: exists already; pass --overwrite to replace it")
-    if path.is_dir() and not (
-        FORMATS["native"].sniff(path) or FORMATS["minari"].sniff(path) or FORMATS["dqn-replay"].sniff(path)
-    ):
+    if path.is_dir() and not any(FORMATS[name].sniff(path) for name in ("native", "minari", "dqn-replay")):
         raise DataError(f"{path}: this folder is no dataset and is not replaced")
     return name
 

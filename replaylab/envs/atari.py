@@ -187,8 +187,8 @@ def shrunk(frames: np.ndarray) -> np.ndarray:
 class AtariEnv(gymnasium.Env):
     """One game as a plain Gymnasium environment."""
 
-    def __init__(self, env_id: str, **options: Any) -> None:
-        self.vector = make_vec(env_id, 1, **options)
+    def __init__(self, vector: RestingVectorEnv) -> None:
+        self.vector = vector
         self.observation_space = self.vector.single_observation_space
         self.action_space = self.vector.single_action_space
 
@@ -206,7 +206,7 @@ class AtariEnv(gymnasium.Env):
 
 
 def make(env_id: str, **options: Any) -> AtariEnv:
-    return AtariEnv(env_id, **options)
+    return AtariEnv(make_vec(env_id, 1, **options))
 
 
 def make_vec(env_id: str, num_envs: int, **options: Any) -> AtariVectorEnv:

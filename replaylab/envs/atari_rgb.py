@@ -285,17 +285,8 @@ class Recorder:
         self.env.load_state(state)
 
 
-class AtariRgbEnv(AtariEnv):
-    """One game as a plain Gymnasium environment."""
-
-    def __init__(self, env_id: str, **options: Any) -> None:
-        self.vector: Any = AtariRgbVectorEnv(env_id, 1, **options)
-        self.observation_space = self.vector.single_observation_space
-        self.action_space = self.vector.single_action_space
-
-
-def make(env_id: str, **options: Any) -> AtariRgbEnv:
-    return AtariRgbEnv(env_id, **options)
+def make(env_id: str, **options: Any) -> AtariEnv:
+    return AtariEnv(AtariRgbVectorEnv(env_id, 1, **options))
 
 
 def make_vec(env_id: str, num_envs: int, **options: Any) -> AtariRgbVectorEnv:

@@ -251,6 +251,13 @@ def advance(env: Any, ctrl: Array, n_frames: int) -> None:
 # --- the environments -------------------------------------------------------------------------------------------
 
 
+def simulation(env: Any, model: Any) -> tuple[Any, Any]:
+    """A model that can be rendered in the size that the environment was asked for, and its state."""
+    model.vis.global_.offwidth = max(model.vis.global_.offwidth, env.width)
+    model.vis.global_.offheight = max(model.vis.global_.offheight, env.height)
+    return model, mujoco.MjData(model)
+
+
 class D4RLEnv(MujocoEnv, EzPickle):
     """One robot. Made by `gymnasium.make("d4rl/hopper")` and the like, which adds the limit of 1000 steps."""
 
@@ -268,10 +275,7 @@ class D4RLEnv(MujocoEnv, EzPickle):
 
     def _initialize_simulation(self) -> tuple[Any, Any]:
         with open(self.fullpath, encoding="utf-8") as file:
-            model = load_model(file.read(), self.robot.density, self.robot.total_mass)
-        model.vis.global_.offwidth = max(model.vis.global_.offwidth, self.width)
-        model.vis.global_.offheight = max(model.vis.global_.offheight, self.height)
-        return model, mujoco.MjData(model)
+            return simulation(self, load_model(file.read(), self.robot.density, self.robot.total_mass))
 
     def _step_mujoco_simulation(self, ctrl: Array, n_frames: int) -> None:
         advance(self, ctrl, n_frames)

@@ -25,7 +25,7 @@ import numpy as np
 from gymnasium.spaces import Box
 from gymnasium.utils import EzPickle
 
-from replaylab.envs.d4rl import MujocoEnv, mujoco
+from replaylab.envs.d4rl import MujocoEnv, mujoco, simulation
 from replaylab.errors import UsageError, nearest, require
 
 with contextlib.redirect_stderr(io.StringIO()):  # it prints a notice about the hands, which are not used here
@@ -159,12 +159,9 @@ class MazeEnv(MujocoEnv, EzPickle):
         self.observation_space = Box(-np.inf, np.inf, self._observe().shape, np.float64)
 
     def _initialize_simulation(self) -> tuple[Any, Any]:
-        if not self._pictured:
-            model = self.load(self.robot, self.maze)
-        else:  # its own model, since the image size and the goal's marker are written into it
-            model = self.load.__wrapped__(self.robot, self.maze)
-            model.vis.global_.offwidth = max(model.vis.global_.offwidth, self.width)
-            model.vis.global_.offheight = max(model.vis.global_.offheight, self.height)
+        if self._pictured:  # its own model, since the image size and the goal's marker are written into it
+            return simulation(self, self.load.__wrapped__(self.robot, self.maze))
+        model = self.load(self.robot, self.maze)
         return model, mujoco.MjData(model)
 
     def _observe(self) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import Box
 
-from replaylab.envs.d4rl import MujocoEnv, load_model, mujoco
+from replaylab.envs.d4rl import MujocoEnv, load_model, mujoco, simulation
 
 # The arm touches nothing, so contacts are off. At angle zero the upper arm points along 45 degrees (0.785 rad, as in
 # the original), the forearm along x. The goal's site is only for rendering, and must not start at the origin:
@@ -54,10 +54,7 @@ class Reacher2dEnv(MujocoEnv):
         super().__init__(__file__, 15, space, default_camera_config={"distance": 4.0}, **kwargs)  # the model is here
 
     def _initialize_simulation(self) -> tuple[Any, Any]:
-        model = load_model(XML, density=1000.0)  # as in the original, on MuJoCo 2.0
-        model.vis.global_.offwidth = max(model.vis.global_.offwidth, self.width)
-        model.vis.global_.offheight = max(model.vis.global_.offheight, self.height)
-        return model, mujoco.MjData(model)
+        return simulation(self, load_model(XML, density=1000.0))  # as in the original, on MuJoCo 2.0
 
     def _observe(self) -> np.ndarray:
         angle, tip = self.data.qpos, self.data.site("tip").xpos[:2]

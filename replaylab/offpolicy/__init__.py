@@ -26,7 +26,6 @@ from replaylab.algos import Spaces, system
 from replaylab.config import write_whole
 from replaylab.data.episodes import Episodes
 from replaylab.data.read import as_paths, load
-from replaylab.data.sample import refuse_nonfinite
 from replaylab.errors import ReplaylabError, UsageError
 from replaylab.evaluate import load_agent, pick_device
 from replaylab.offpolicy.fitted import ACTED, FULL, QUICK, Budget, Log, fitted_q, some_episodes
@@ -145,7 +144,6 @@ def assess_agent(
         kind = np.float32 if train is None else train.actions.dtype
         episodes = replace(episodes, actions=episodes.actions[:, None].astype(kind))
     _check(spaces, episodes)
-    refuse_nonfinite(episodes)
     rows = budget.rows // getattr(agent, "effort", 1)
     used = some_episodes(episodes, rows)
     found: dict[str, Any] = {

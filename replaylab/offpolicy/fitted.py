@@ -20,7 +20,7 @@ from torch import Tensor
 from replaylab import stats
 from replaylab.algos import Phase, Spaces, bc
 from replaylab.data.episodes import Episodes
-from replaylab.data.sample import draw
+from replaylab.data.sample import draw, refuse_nonfinite
 from replaylab.errors import DataError
 from replaylab.models.adam import adam, anneal
 from replaylab.models.mlp import MLP, generators, track
@@ -48,11 +48,11 @@ QUICK = Budget(100_000, 3_000, (64, 64), 2_000, lr=2e-3)
 # --- the log on the device
 
 
-def some_episodes(episodes: Episodes, rows: int, seed: int = 0) -> Episodes:
+def some_episodes(episodes: Episodes, rows: int) -> Episodes:
     """All episodes, or a random choice of whole ones with about so many rows."""
     if len(episodes) <= rows:
         return episodes
-    order = np.random.default_rng(seed).permutation(episodes.num_episodes)
+    order = np.random.default_rng(0).permutation(episodes.num_episodes)
     keep = max(1, int(np.searchsorted(np.cumsum(episodes.lengths[order]), rows)))
     return episodes.select(np.sort(order[:keep]))
 
@@ -62,15 +62,12 @@ class Log:
     row's own observation is, and the one after it is what followed."""
 
     def __init__(self, episodes: Episodes, spaces: Spaces, device: torch.device, folds: int):
+        refuse_nonfinite(episodes)
         e, self.episodes, self.folds, self.device = episodes, episodes, folds, device
         place = np.arange(len(e)) + e.episode_ids
         states = np.empty((len(e) + e.num_episodes, *e.observations.shape[1:]), np.float32)
         states[place] = e.observations
         states[e.offsets[1:] + np.arange(e.num_episodes)] = e.final_observations
-        for name, values in (("observations", states), ("actions", e.actions), ("rewards", e.rewards)):
-            if not np.isfinite(values).all():
-                raise DataError(f"{name} holds NaN or infinity: see `replaylab data info`; clean the log first")
-        known = e.backup_known
 
         def column(values: np.ndarray) -> Tensor:
             return torch.as_tensor(values, device=device)
@@ -81,7 +78,7 @@ class Log:
         raw = e.actions.astype(np.int64 if spaces.discrete else np.float32)
         self.raw_actions, self.actions = column(raw), self.vectors(column(raw))
         self.first = self.place[column(e.offsets[:-1])]
-        self.usable = np.flatnonzero(known)
+        self.usable = np.flatnonzero(e.backup_known)
         self.fold = np.random.default_rng(0).permutation(e.num_episodes) % folds  # (episodes,)
 
     def vectors(self, actions: Tensor) -> Tensor:

@@ -16,14 +16,10 @@ def sections_of(runs: Iterable[Run]) -> list[tuple[str, Html]]:
     runs = list(runs)
     found: dict[str, list[Html]] = {}
     for run in runs:
-        for title, body in _sections(run):
+        for title, body in _own(run) + without_simulator(run):
             name = Html(f"<h4>{escape(run.name)}</h4>") if len(runs) > 1 else Html("")
             found.setdefault(title, []).append(Html(name + body))
     return [(title, Html("".join(parts))) for title, parts in found.items()]
-
-
-def _sections(run: Run) -> list[tuple[str, Html]]:
-    return _own(run) + without_simulator(run)
 
 
 def _own(run: Run) -> list[tuple[str, Html]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replaylab.page import Html, number, table
+from replaylab.page import Html, note, number, table
 from replaylab.results import Run, finite, text
 
 
@@ -24,11 +24,11 @@ def sections(run: Run) -> list[tuple[str, Html]]:
                 number(line.get("value")),
             ]
         )
-    note = (
-        '<p class="note">At the last step. The error is that of an action rebuilt by the VAE, in half action boxes: '
-        "where it is large, the candidates are blurred. Room used: how much of phi the actor moves a sampled action; "
-        "near 100 % it wants to leave the log. The mean value is a discounted return and should be near what the data "
-        "reaches; far above it the critics dream.</p>"
+    about = note(
+        "At the last step. The error is that of an action rebuilt by the VAE, in half action boxes: where it is large, "
+        "the candidates are blurred. Room used: how much of phi the actor moves a sampled action; near 100 % it wants "
+        "to leave the log. The mean value is a discounted return and should be near what the data reaches; far above "
+        "it the critics dream."
     )
     head = ["Seed", "VAE's error", "KL", "Room used, %", "Mean value"]
-    return [("BCQ", Html(table(head, rows) + note))]
+    return [("BCQ", Html(table(head, rows) + about))]

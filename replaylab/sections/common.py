@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from replaylab import charts
-from replaylab.page import Html, aligned, details, escape, grid, number, table, warning_list
-from replaylab.results import BROKEN, Run, finite, text
+from replaylab.offpolicy import FILE
+from replaylab.page import Html, aligned, details, grid, note, number, table, warning_list
+from replaylab.results import BROKEN, Run, finite, or_nan, text
 
 TITLE = "Without a simulator"
-FILE = "offpolicy.json"
 MOST = 50  # rows, charts and sentences shown at most, in case the file is broken
 
 
@@ -51,7 +52,7 @@ def _body(found: dict[str, Any]) -> Html:
     amount = f"{number(found.get('episodes'))} episodes, {number(found.get('rows'))} rows"
     quick = ", a quick fit" if found.get("quick") is True else ""
     seen = "it is not known how many" if found.get("seen") is None else percent(found["seen"])
-    parts.append(_note(f"{amount}; {seen} of the episodes were trained on{quick}."))
+    parts.append(note(f"{amount}; {seen} of the episodes were trained on{quick}."))
     return Html("".join(parts))
 
 
@@ -59,8 +60,12 @@ def _list(values: Any) -> list[Any]:
     return values[:MOST] if isinstance(values, list) else []
 
 
-def _note(words: str) -> Html:
-    return Html(f'<p class="note">{escape(words)}</p>')
+def readable(show: Callable[..., Html], *given: Any) -> Html:
+    """What `show` makes of a run's findings, or a word that they are not as expected."""
+    try:
+        return show(*given)
+    except BROKEN:
+        return charts.nothing("What the run found is not readable.")
 
 
 def percent(share: Any) -> str:
@@ -133,7 +138,7 @@ def _returns(fqe: dict[str, Any]) -> Html:
     return Html(
         "<h4>Return, estimated from the log</h4>"
         + table(["", "Return [95%]", "Spread of fits", "Over the data's actions [95%]", "Verdict"], cells)
-        + _note(
+        + note(
             f"The estimator misses the data's own return by {number(calibration.get('error'))}; "
             f"{number(calibration.get('room'))} would be chance: {good}. Intervals are over first states; they do not "
             "hold errors that all fits share."
@@ -143,7 +148,7 @@ def _returns(fqe: dict[str, Any]) -> Html:
 
 
 def _curve(name: str, row: dict[str, Any], style: int) -> charts.Series:
-    values = np.array([np.nan if finite(v) is None else float(v) for v in _list(row.get("curve"))])
+    values = np.array([or_nan(v) for v in _list(row.get("curve"))])
     return charts.Series(name, np.linspace(10, 100, len(values)), values, style=style)
 
 
@@ -161,7 +166,7 @@ def _support(support: dict[str, Any]) -> Html:
     parts = [
         Html("<h4>How far its actions leave the data</h4>"),
         table(head, cells),
-        _note(
+        note(
             f"Distance to the nearest action among the {number(support.get('k'))} most similar logged states of other "
             "episodes, in deviations of the logged actions. A policy that does what was done has 5 % and 1 %."
         ),
@@ -184,7 +189,7 @@ def _states(states: dict[str, Any]) -> Html:
     imagined = [percent(v) for v in _list(states.get("imagined_beyond"))]
     if imagined:
         said.append(f"Of the states that the world model imagines for the policy: {', '.join(imagined)}.")
-    return _note(" ".join(said))
+    return note(" ".join(said))
 
 
 def _histogram(dim: int, found: dict[str, Any], names: list[str]) -> Html:
@@ -212,5 +217,5 @@ def _predicted(found: list[dict[str, Any]]) -> Html:
     return Html(
         "<h4>What the run's own world model predicts</h4>"
         + table(["Steps", "Return in the data", "Seed", "Predicted return", "Disagreement of its members"], rows)
-        + _note("Undiscounted, from the logged first states. Members that agree can still be wrong together.")
+        + note("Undiscounted, from the logged first states. Members that agree can still be wrong together.")
     )

@@ -12,21 +12,23 @@ from replaylab import charts
 from replaylab.algos.diffusion_dice import ACTING
 from replaylab.data.toys import INNER
 from replaylab.page import Html, escape, grid, number, plus_minus, table
-from replaylab.results import BROKEN, Run, dictionary, finite, rows_of, text
+from replaylab.results import Run, dictionary, finite, rows_of, text
+from replaylab.sections.common import readable
 from replaylab.sections.gormpo import ensemble
 
 WAYS = ("data", "selection alone", "guidance alone", "both")
 GRID = ("guidance", "candidates")
+POINTS = 150  # of a curve
 
 
 def sections(run: Run) -> list[tuple[str, Html]]:
     findings = dictionary(run.info.get("findings"))
-    found = _joined(findings)
+    found, fitted = _joined(findings), dictionary(findings.get("dynamics"))
     parts = [
         ("One state, actions in the plane", _pictures(run, found)),
         ("Guidance and candidates", _sweep(run, finite(found.get("guidance")))),
         ("What the critic believes", _beliefs(run)),
-        ("Models of one step", _models(dictionary(findings.get("dynamics")))),
+        ("Models of one step", readable(ensemble, fitted) if fitted else Html("")),
     ]
     return [(title, body) for title, body in parts if body]
 
@@ -147,13 +149,6 @@ def _cells(cells: dict[tuple, dict[str, Any]]) -> Html:
 # --- the critic
 
 
-def _models(found: dict[str, Any]) -> Html:
-    try:
-        return ensemble(found) if found else Html("")
-    except BROKEN:
-        return charts.nothing("What the run found is not readable.")
-
-
 def _beliefs(run: Run) -> Html:
     lines = [line for line in run.metrics if finite(line.get("y")) is not None]
     figures = []
@@ -172,8 +167,8 @@ def _beliefs(run: Run) -> Html:
     return grid(figures) if figures else Html("")
 
 
-def _curve(lines: list[dict[str, Any]], name: str, points: int = 150) -> list[np.ndarray]:
-    """Steps, and the means over seeds of a metric, its minimum and its maximum; thinned to about `points` steps."""
+def _curve(lines: list[dict[str, Any]], name: str) -> list[np.ndarray]:
+    """Steps, and the means over seeds of a metric, its minimum and its maximum; thinned to about POINTS steps."""
     rows = []
     for line in lines:
         row = [finite(line.get(key)) for key in ("step", name, f"{name}_min", f"{name}_max")]
@@ -183,6 +178,6 @@ def _curve(lines: list[dict[str, Any]], name: str, points: int = 150) -> list[np
         return [np.zeros(0)] * 4
     found = np.array(rows, np.float64)
     steps = np.unique(found[:, 0])
-    steps = steps[:: max(1, len(steps) // points)]
+    steps = steps[:: max(1, len(steps) // POINTS)]
     per_step = np.array([found[found[:, 0] == step].mean(0) for step in steps])
     return list(per_step.T)

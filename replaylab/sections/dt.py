@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from replaylab import charts
-from replaylab.page import Html, count, grid, number, table
-from replaylab.results import Evaluations, Run, finite
+from replaylab.page import Html, count, grid, note, number, table
+from replaylab.results import Evaluations, Run, dictionary, finite
 
 
 def sections(run: Run) -> list[tuple[str, Html]]:
@@ -19,11 +19,11 @@ def sections(run: Run) -> list[tuple[str, Html]]:
     pictures = [_sweep(run, *key, groups) for key, groups in found.items() if len(groups) > 1]
     if not pictures:
         return []
-    note = (
-        '<p class="note">A return-conditioned policy follows what it is asked for where the data shows how. Beyond the '
-        "data's best return nothing holds it to the promise.</p>"
+    about = note(
+        "A return-conditioned policy follows what it is asked for where the data shows how. Beyond the data's best "
+        "return nothing holds it to the promise."
     )
-    return [("Asked and achieved return", Html("".join(pictures) + note))]
+    return [("Asked and achieved return", Html("".join(pictures) + about))]
 
 
 def _sweep(run: Run, env: str, others: str, groups: dict[float, Evaluations]) -> Html:
@@ -33,7 +33,7 @@ def _sweep(run: Run, env: str, others: str, groups: dict[float, Evaluations]) ->
     mean, low, high = (np.array([f(s) for s in seeds]) for f in (np.mean, np.min, np.max))
     ends = np.array([asked[0], asked[-1]])
     series = [charts.Series("achieved", asked, mean, low, high, 0), charts.Series("as asked", ends, ends, style=1)]
-    best = finite(((run.info.get("data") or {}).get("return") or {}).get("max"))
+    best = finite(dictionary(dictionary(run.info.get("data")).get("return")).get("max"))
     if best is not None:
         series.append(charts.Series("best in the data", ends, np.full(2, best), style=2))
     episodes = max(len(returns) for by_seed in last for returns in by_seed)

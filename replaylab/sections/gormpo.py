@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from replaylab import charts
-from replaylab.page import Html, facts, grid, number, table
-from replaylab.results import BROKEN, Run, dictionary
-from replaylab.sections.common import percent
+from replaylab.page import Html, facts, grid, note, number, table
+from replaylab.results import Run, dictionary
+from replaylab.sections.common import percent, readable
 
 
 def sections(run: Run) -> list[tuple[str, Html]]:
@@ -20,15 +20,7 @@ def sections(run: Run) -> list[tuple[str, Html]]:
         ("Density", _density, dictionary(dynamics.get("density") or policy.get("density"))),
         ("Support of the policy", _support, dictionary(policy.get("support"))),
     ]
-    found = []
-    for title, show, findings in parts:
-        if not findings:
-            continue
-        try:
-            found.append((title, show(findings)))
-        except BROKEN:
-            found.append((title, charts.nothing("What the run found is not readable.")))
-    return found
+    return [(title, readable(show, found)) for title, show, found in parts if found]
 
 
 def ensemble(found: dict[str, Any]) -> Html:
@@ -43,12 +35,12 @@ def ensemble(found: dict[str, Any]) -> Html:
     shares = [[seed, *(percent(by_seed[i]) for by_seed in coverage.values())] for i, seed in enumerate(found["seeds"])]
     return Html(
         table(head, rows)
-        + Html(
-            f'<p class="note">Mean squared error on {number(found.get("holdout_rows"))} held-out rows, in the data\'s '
-            "units, of state change and reward; * marks the elites, which are used.</p>"
+        + note(
+            f"Mean squared error on {number(found.get('holdout_rows'))} held-out rows, in the data's units, of state "
+            "change and reward; * marks the elites, which are used."
         )
         + table(["Seed", *(f"{number(p)} % intervals hold" for p in coverage)], shares)
-        + Html('<p class="note">Held-out numbers inside the elites\' own intervals: calibration.</p>')
+        + note("Held-out numbers inside the elites' own intervals: calibration.")
     )
 
 
@@ -60,11 +52,11 @@ def _density(found: dict[str, Any]) -> Html:
     head = ["Shifted by", "AUROC", "shifted rows found", "real rows left alone"]
     rows = [[number(t.get("distance")), *(number(t.get(k)) for k in ("auroc", "tpr", "tnr"))] for t in tests]
     pictures = [_histogram(t, threshold) for t in tests[:: max(1, len(tests) - 1)]]
-    note = Html(
-        '<p class="note">Held-out rows of the data, as they are and shifted. How much of what was imagined is below '
-        "the threshold: <i>penalised</i> under Training.</p>"
+    about = Html(
+        "Held-out rows of the data, as they are and shifted. How much of what was imagined is below the threshold: "
+        "<i>penalised</i> under Training."
     )
-    return Html(facts(pairs) + (table(head, rows) + grid(pictures) if tests else "") + note)
+    return Html(facts(pairs) + (table(head, rows) + grid(pictures) if tests else "") + note(about))
 
 
 def _histogram(test: dict[str, Any], threshold: float) -> Html:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from replaylab import charts
-from replaylab.page import Html, count, duration, escape, grid, number, table
-from replaylab.results import BROKEN, Run, dictionary, finite
-from replaylab.sections.common import percent
+from replaylab.page import Html, count, duration, grid, note, number, table
+from replaylab.results import Run, dictionary, finite, or_nan
+from replaylab.sections.common import percent, readable
 
 LARGEST_FILM = 20 << 20
 REWARDS = ("-1", "0", "+1")
@@ -22,15 +22,7 @@ FRESH = "the steps that an epoch collected, before anything was trained on them"
 
 def sections(run: Run) -> list[tuple[str, Html]]:
     parts = [("Dream and reality", _dream), ("Reward model", _reward), ("Real steps and time", _ledger)]
-    found = []
-    for title, show in parts:
-        try:
-            body = show(run)
-        except BROKEN:
-            body = charts.nothing("What the run found is not readable.")
-        if body:
-            found.append((title, body))
-    return found
+    return [(title, body) for title, show in parts if (body := readable(show, run))]
 
 
 def _epochs(run: Run, phase: str) -> list[dict[str, Any]]:
@@ -84,13 +76,8 @@ def _film(path: Path) -> Html:
 
 
 def _curve(name: str, measured: list[tuple[int, dict[str, Any]]], key: str, style: int) -> charts.Series:
-    values = [_number(found.get(key)) for _, found in measured]
+    values = [or_nan(found.get(key)) for _, found in measured]
     return charts.Series(name, np.array([float(i) for i, _ in measured]), np.array(values), style=style)
-
-
-def _number(value: Any) -> float:
-    known = finite(value)
-    return float("nan") if known is None else known
 
 
 # --- rewards
@@ -100,8 +87,8 @@ def _reward(run: Run) -> Html:
     phase = "world" if run.config.get("strategy") == "online" else "reward"
     judged = _judged(run, phase)
     none = "No episode was held out: these models are judged by fresh steps alone, the last ones not at all."
-    note = "" if HELD_OUT in judged or not judged else f'<p class="note">{none}</p>'
-    return Html("".join(_rewards(run, *part) for part in judged.items()) + note)
+    alone = judged and HELD_OUT not in judged
+    return Html("".join(_rewards(run, *part) for part in judged.items()) + (note(none) if alone else ""))
 
 
 def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -> Html:
@@ -113,38 +100,25 @@ def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -
         told, true = sum(row[i] for row in matrix), sum(matrix[i])
         rates = [percent(matrix[i][i] / whole if whole else None) for whole in (true, told)]
         rows.append([name, *(f"{cell:,}" for cell in matrix[i]), *rates])
-    strategy = escape(run.config.get("strategy"))
+    strategy = run.config.get("strategy")
     corrected = strategy != "online" and run.config.get("dream_rewards") == "expected"
     corrected &= run.config.get("fidelity") == "improved"
     episodes = f" of {count(len(last['episodes']), 'episode')}" if "episodes" in last else ""
-    note = (
-        f'<p class="note">Strategy {strategy}, epoch {epoch}: {count(int(last["steps"]), "frame")}{episodes}. '
+    about = note(
+        f"Strategy {strategy}, epoch {epoch}: {count(int(last['steps']), 'frame')}{episodes}. "
         f"Measured on {steps}. What a dream would have paid for them explains {percent(last.get('explained'))} of the "
         f"variance of the real rewards; below 0 %, always paying the mean reward would be nearer."
-        f"{UNCORRECTED if corrected else ''}</p>"
+        f"{UNCORRECTED if corrected else ''}"
     )
     paid = charts.lines("Rewards explained", [_curve("", measured, "explained", 0)], x_label="epoch")
-    curves = [
-        charts.lines(
-            f"Steps with reward {sign}: {kind}",
-            [_rates("", measured, name, kind)],
-            x_label="epoch",
-        )
-        for sign, name in (("+1", "positive"), ("-1", "negative"))
-        for kind in ("recall", "precision")
-        if any(_count(found, name) for _, found in measured)
-    ]
-    return Html(table(head, rows) + note + (grid([paid, *curves]) if curves else ""))
-
-
-def _count(found: dict[str, Any], name: str) -> float:
-    known = finite(found["classes"][name]["count"])
-    return known or 0.0
-
-
-def _rates(label: str, measured: list[tuple[int, dict[str, Any]]], name: str, kind: str) -> charts.Series:
-    values = [_number(found["classes"][name][kind]) for _, found in measured]
-    return charts.Series(label, np.array([float(i) for i, _ in measured]), np.array(values))
+    curves = []
+    for sign, name in (("+1", "positive"), ("-1", "negative")):
+        of_class = [(i, found["classes"][name]) for i, found in measured]
+        if any(finite(found["count"]) for _, found in of_class):
+            for kind in ("recall", "precision"):
+                title = f"Steps with reward {sign}: {kind}"
+                curves.append(charts.lines(title, [_curve("", of_class, kind, 0)], x_label="epoch"))
+    return Html(table(head, rows) + about + (grid([paid, *curves]) if curves else ""))
 
 
 # --- real steps, seconds
@@ -176,10 +150,12 @@ def _ledger(run: Run) -> Html:
     return Html(
         _played(world)
         + table(head, rows)
-        + f'<p class="note">{number(last["recorded"])} real steps were recorded, of {number(last["budget"])} allowed; '
-        f"{count(int(last['resets']), 'reset')} cost {number(last['reset_frames'])} frames more.{over} Returns are the "
-        "game's own score, of games that ended while steps were collected. The world model's time includes collecting. "
-        f"{duration(total)} in all phases.</p>"
+        + note(
+            f"{number(last['recorded'])} real steps were recorded, of {number(last['budget'])} allowed; "
+            f"{count(int(last['resets']), 'reset')} cost {number(last['reset_frames'])} frames more.{over} Returns are "
+            "the game's own score, of games that ended while steps were collected. The world model's time includes "
+            f"collecting. {duration(total)} in all phases."
+        )
     )
 
 

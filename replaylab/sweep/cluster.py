@@ -23,7 +23,7 @@ from replaylab.data.read import load, one_line
 from replaylab.errors import ReplaylabError, UsageError, require
 from replaylab.sweep.estimate import Watch
 from replaylab.sweep.plan import Cell, Plan
-from replaylab.sweep.queue import Queue, missing
+from replaylab.sweep.queue import Queue
 from replaylab.trainer import Interrupted
 
 RETRIES = 5  # of a task whose node or process was lost
@@ -70,7 +70,7 @@ def run_ray(
         gpus = 1.0 if any(node.get("GPU") for node in nodes) else 0.0
     watch.workers = room(nodes, {"CPU": cpus, "GPU": gpus})
     task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES, retry_exceptions=False)(do_cell)
-    todo = missing(queue, plan.cells)
+    todo = [cell for cell in plan.cells if not queue.finished(cell)]
     stored = _stored(ray, todo, watch) if data == "store" else {}
     folder = str(queue.folder.resolve())
 

@@ -167,7 +167,7 @@ class Watch(Progress):
         for cell in self.cells:
             if cell.name in still or cell.name in self.ended or self._ends(cell) <= self.told[cell.name]:
                 continue
-            last = self.queue.events(cell)[-1]
+            last = self.queue.last(cell)
             self.ended[cell.name] = last["event"]
             how = f"failed: {last.get('error')}" if last["event"] == "failed" else "finished"
             self.say(f"{cell.name}: {how} ({duration(last.get('seconds', 0))})")
@@ -188,17 +188,18 @@ class Watch(Progress):
                 self.seconds[cell.name] = last["seconds"] * (known / guessed if known and guessed else 1.0)
 
     def _line(self) -> str:
-        events = [self.queue.events(cell)[-1:] for cell in self.left]
-        running = [e[0]["event"] == "started" for e in events if e]
+        running = 0
         rest: list[float | None] = []
-        for cell, last in zip(self.left, events, strict=True):
-            spent = time.time() - last[0]["time"] if last and last[0]["event"] == "started" else 0.0
-            known = self.seconds[cell.name]
+        for cell in self.left:
+            last, known = self.queue.last(cell), self.seconds[cell.name]
+            started = last["event"] == "started"
+            spent = time.time() - last["time"] if started else 0.0
             rest.append(None if known is None else max(known - spent, 0.0))
+            running += started
         failed = sum(event == "failed" for event in self.ended.values())
         share = self.done / self.total if self.total else 1.0
         bar = f"[{'#' * int(20 * share):20s}] " if self.live else ""
-        told = f"{self.label} {bar}{self.done}/{count(self.total, 'cell')}  {sum(running)} running"
+        told = f"{self.label} {bar}{self.done}/{count(self.total, 'cell')}  {running} running"
         return f"{told}{f'  {failed} failed' if failed else ''}  {together(rest, self.workers)} left"
 
 

@@ -124,7 +124,7 @@ def _bury(queue: Queue, cells: Sequence[Cell], worker: subprocess.Popen[bytes]) 
     if worker.returncode == 0:
         return True
     for cell in cells:
-        last: dict[str, Any] = (queue.events(cell) or [{"event": "new"}])[-1]
+        last = queue.last(cell)
         if last["event"] == "started" and last["pid"] == worker.pid and not queue.finished(cell):
             code = worker.returncode
             how = signal.Signals(-code).name if code < 0 else f"exit status {code}"

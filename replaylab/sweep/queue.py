@@ -21,7 +21,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from typing import Any
 from replaylab.config import write_whole
 from replaylab.data.episodes import Episodes
 from replaylab.errors import ReplaylabError, UsageError
-from replaylab.run import RunFolder
+from replaylab.run import RunFolder, append_lines, read_lines
 from replaylab.sweep.plan import Cell, Plan
 from replaylab.train import train
 from replaylab.trainer import Interrupted
@@ -73,17 +73,14 @@ class Queue:
     # --- events
 
     def events(self, cell: Cell) -> list[dict[str, Any]]:
-        path = self.status / f"{cell.name}.jsonl"
-        found = []
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError):  # a line that a kill cut short
-                found.append(json.loads(line))
-        return [event for event in found if isinstance(event, dict)]
+        return read_lines(self.status / f"{cell.name}.jsonl")
+
+    def last(self, cell: Cell) -> dict[str, Any]:
+        return (self.events(cell) or [{"event": "new"}])[-1]
 
     def record(self, cell: Cell, event: str, **more: Any) -> None:
         line = {"event": event, "time": time.time(), "host": platform.node(), "pid": os.getpid(), **more}
-        with open(self.status / f"{cell.name}.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_lines(self.status / f"{cell.name}.jsonl", [line])
 
     def record_lost(self, cell: Cell, error: str) -> None:
         """Record the failure of a cell whose process could not do so."""
@@ -100,18 +97,14 @@ class Queue:
         """finished, running, failed, interrupted (or killed) or new."""
         if self.finished(cell):
             return "finished"
-        last = self.last_event(cell)
+        last = str(self.last(cell)["event"])
         if last == "started":
             return "running" if self.busy(cell) else "interrupted"
         return last
 
-    def last_event(self, cell: Cell) -> str:
-        events = self.events(cell)
-        return str(events[-1]["event"]) if events else "new"
-
     def failed_since(self, cell: Cell, began: float) -> bool:
-        events = self.events(cell)
-        return bool(events) and events[-1]["event"] == "failed" and events[-1]["time"] >= began
+        last = self.last(cell)
+        return last["event"] == "failed" and last["time"] >= began
 
     def error(self, cell: Cell) -> str:
         failures = [e for e in self.events(cell) if e["event"] == "failed"]
@@ -128,7 +121,7 @@ class Queue:
 
     def holder(self, cell: Cell) -> str:
         """The process that began the cell last."""
-        last = self.events(cell)[-1]
+        last = self.last(cell)
         return f"process {last['pid']} on {last['host']}"
 
     @contextlib.contextmanager
@@ -181,7 +174,3 @@ def _printing_to(path: Path) -> Iterator[None]:
         for number, old in zip((1, 2), kept, strict=True):
             os.dup2(old, number)
             os.close(old)
-
-
-def missing(queue: Queue, cells: Sequence[Cell]) -> list[Cell]:
-    return [cell for cell in cells if not queue.finished(cell)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from replaylab.data.formats.common import check_size
+from replaylab.data.formats.common import check_size, first_bytes
 from replaylab.errors import DataError, require
 
 MAX_DEPTH = 12
@@ -23,10 +23,7 @@ MAX_DATASETS = 1_000_000
 
 
 def is_hdf5(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(8) == b"\x89HDF\r\n\x1a\n"
+    return first_bytes(path, 8) == b"\x89HDF\r\n\x1a\n"
 
 
 @cache

@@ -68,6 +68,14 @@ def check_columns(columns: Mapping[str, str | Sequence[str]] | None) -> dict[str
 # --- sizes: nothing is allocated before these agree with what lies on the disk
 
 
+def first_bytes(path: Path, count: int) -> bytes:
+    """Nothing for what is no file."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(count)
+
+
 def check_size(what: str, needed: int, stored: int) -> None:
     """Refuse what would unfold into far more than the file could honestly hold."""
     if needed > 64 * GIB:

@@ -245,8 +245,9 @@ def _plan(folder: Path, number: int, share: int | None, per: int | None, seen: C
     """What is to be read of a checkpoint, as far as its small files tell."""
     actions, rewards, terminal, told = _columns(folder, number)
     stretches = _stretches(folder, number, len(actions), seen)
-    limit = _limit(terminal[: stretches[0][1]], share, per)
-    stretches = stretches if limit is None else [(0, limit)]
+    start, stop = stretches[0]
+    limit = _limit(terminal[start:stop], share, per)
+    stretches = stretches if limit is None else [(start, start + limit)]
     keep, ends = np.zeros(len(actions), bool), terminal.copy()
     for start, stop in stretches:
         keep[start:stop] = ends[stop - 1] = True
@@ -327,10 +328,12 @@ def _stretches(folder: Path, number: int, rows: int, seen: Counter[str]) -> list
 
 
 def _limit(terminal: np.ndarray, share: int | None, per: int | None) -> int | None:
-    """The row at which to stop so that whole episodes fill the share; None: read everything."""
+    """How many rows to read so that whole episodes fill the share; None: read everything."""
     ends = np.flatnonzero(terminal)
-    if (share is None and per is None) or len(ends) == 0:
-        return share if len(ends) == 0 and share is not None and share < len(terminal) else None
+    if len(ends) == 0:
+        return share if share is not None and share < len(terminal) else None
+    if share is None and per is None:
+        return None
     steps = np.cumsum(np.diff(ends + 1, prepend=0) - PADDING)
     count = len(ends) if share is None else max(1, int((steps <= share).sum()))
     return None if count == len(ends) and per is None else int(ends[min(count, per or count) - 1]) + 1

@@ -10,7 +10,7 @@ from replaylab.data.ends import as_flags
 from replaylab.data.episodes import Episodes
 from replaylab.data.formats._h5 import is_hdf5, read_all
 from replaylab.data.formats.common import Options, assemble, read_index
-from replaylab.data.formats.npz import take
+from replaylab.data.formats.npz import beside, take
 
 INDEX = "replaylab/index"  # marks a file of ours; beside it lies what D4RL's layout has no place for
 
@@ -28,7 +28,6 @@ def read(path: Path, options: Options) -> Episodes:
 
 
 def _read_ours(arrays: dict[str, np.ndarray]) -> Episodes:
-    index = read_index(arrays[INDEX])
     rewards = take(arrays, "rewards")
     terminated = as_flags("terminals", take(arrays, "terminals"), len(rewards))
     truncated = as_flags("timeouts", take(arrays, "timeouts"), len(rewards))
@@ -41,7 +40,5 @@ def _read_ours(arrays: dict[str, np.ndarray]) -> Episodes:
         offsets=np.concatenate([[0], np.flatnonzero(terminated | truncated) + 1]).astype(np.int64),
         final_observations=take(arrays, "replaylab/final_observations"),
         final_known=take(arrays, "replaylab/final_known"),
-        extras={name: take(arrays, where) for name, where in index["extras"].items()},
-        attachments={name: take(arrays, where) for name, where in index["attachments"].items()},
-        meta=index["meta"],
+        **beside(arrays, read_index(arrays[INDEX])),
     )

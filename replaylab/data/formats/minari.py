@@ -28,7 +28,7 @@ from replaylab.data.formats.common import (
     storage_names,
     write_index,
 )
-from replaylab.data.formats.npz import INDEX, read_arrays, take, write_arrays
+from replaylab.data.formats.npz import INDEX, beside, read_arrays, take, write_arrays
 from replaylab.errors import DataError
 
 META, MAIN, OURS = "metadata.json", "main_data.hdf5", "replaylab.npz"
@@ -226,14 +226,11 @@ def _episodes(columns: dict[str, np.ndarray], final: np.ndarray, offsets: np.nda
 
 def _with_ours(episodes: Episodes, ours: Mapping[str, np.ndarray]) -> Episodes:
     """What `write` put beside Minari's files."""
-    index, known = read_index(take(ours, INDEX)), take(ours, "final_known")
-    extras = {name: take(ours, where) for name, where in index["extras"].items()}
-    if len(known) != episodes.num_episodes or any(len(e) != len(episodes) for e in extras.values()):
+    known, more = take(ours, "final_known"), beside(ours, read_index(take(ours, INDEX)))
+    if len(known) != episodes.num_episodes or any(len(e) != len(episodes) for e in more["extras"].values()):
         note = f"{OURS} is older than the episodes beside it and is not used"
         return replace(episodes, meta=episodes.meta | {"notes": [*episodes.meta["notes"], note][:MAX_NOTES]})
-    attachments = {name: take(ours, where) for name, where in index["attachments"].items()}
-    extras |= episodes.extras
-    return replace(episodes, final_known=known, extras=extras, attachments=attachments, meta=index["meta"])
+    return replace(episodes, final_known=known, **more | {"extras": more["extras"] | episodes.extras})
 
 
 # --- metadata.json
@@ -280,11 +277,11 @@ def write(episodes: Episodes, path: Path) -> None:
     data.mkdir(parents=True)
     where = storage_names(episodes.extras, "extras", keep="infos/")
     infos = {name: episodes.extras[name] for name in where if where[name] == name}
-    beside = {name: at for name, at in where.items() if name not in infos}
+    apart = {name: at for name, at in where.items() if name not in infos}
     columns = {"actions": episodes.actions, "rewards": episodes.rewards, **infos}
     columns |= {"terminations": episodes.terminated, "truncations": episodes.truncated}
     attachments = storage_names(episodes.attachments, "attachments")
-    index = write_index(episodes, beside, attachments)  # first, as it refuses what JSON cannot store
+    index = write_index(episodes, apart, attachments)  # first, as it refuses what JSON cannot store
     with Writer(data / MAIN) as writer:
         for e in range(episodes.num_episodes):
             rows = slice(episodes.offsets[e], episodes.offsets[e + 1])
@@ -293,7 +290,7 @@ def write(episodes: Episodes, path: Path) -> None:
             for name, column in columns.items():
                 writer.put(f"episode_{e}/{name}", column[rows], compress=False)
             writer.file[f"episode_{e}"].attrs.update({"id": e, "total_steps": len(seen) - 1})
-    arrays = {at: episodes.extras[name] for name, at in beside.items()}
+    arrays = {at: episodes.extras[name] for name, at in apart.items()}
     arrays |= {at: episodes.attachments[name] for name, at in attachments.items()}
     write_arrays(data / OURS, {**arrays, "final_known": episodes.final_known, INDEX: index})
     (data / META).write_text(dump_json(_about(episodes, path.name)))

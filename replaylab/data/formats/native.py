@@ -30,7 +30,7 @@ from replaylab.data.formats.common import (
     dump_json,
     read_json,
 )
-from replaylab.data.formats.npz import read_header, take
+from replaylab.data.formats.npz import beside, read_header, take
 from replaylab.errors import DataError
 
 META = "meta.json"
@@ -46,15 +46,10 @@ def read(path: Path, options: Options) -> Episodes:
         raise DataError("a native store has its own column names: --columns does not apply")
     index = _read_meta(path)
     arrays = {name: _read_array(path, name, entry) for name, entry in index["arrays"].items()}
-    columns = {name: take(arrays, name) for name in (*COLUMNS, *EPISODE_COLUMNS)}
+    columns: dict[str, Any] = {name: take(arrays, name) for name in (*COLUMNS, *EPISODE_COLUMNS)}
     for name in ("terminated", "truncated", *EPISODE_COLUMNS):  # small, and looked at all the time
         columns[name] = np.array(columns[name])
-    episodes = Episodes(
-        **columns,
-        extras={name: take(arrays, where) for name, where in index["extras"].items()},
-        attachments={name: take(arrays, where) for name, where in index["attachments"].items()},
-        meta=index["meta"],
-    )
+    episodes = Episodes(**columns, **beside(arrays, index))
     return episodes.split(options.max_episode_steps, options.split)
 
 

@@ -20,6 +20,7 @@ from replaylab.data.formats.common import (
     Options,
     assemble,
     check_size,
+    first_bytes,
     read_index,
     storage_names,
     write_index,
@@ -30,10 +31,7 @@ INDEX = "replaylab"  # the member that marks a file of ours
 
 
 def sniff(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4) in (b"PK\x03\x04", b"PK\x05\x06")
+    return first_bytes(path, 4) in (b"PK\x03\x04", b"PK\x05\x06")
 
 
 def read(path: Path, options: Options) -> Episodes:
@@ -41,13 +39,8 @@ def read(path: Path, options: Options) -> Episodes:
     if INDEX not in arrays or options.columns:
         return assemble(arrays, options, {}, unread)
     index = read_index(arrays[INDEX])
-    columns = {name: take(arrays, name) for name in (*COLUMNS, *EPISODE_COLUMNS)}
-    episodes = Episodes(
-        **columns,
-        extras={name: take(arrays, where) for name, where in index["extras"].items()},
-        attachments={name: take(arrays, where) for name, where in index["attachments"].items()},
-        meta=index["meta"],
-    )
+    columns: dict[str, Any] = {name: take(arrays, name) for name in (*COLUMNS, *EPISODE_COLUMNS)}
+    episodes = Episodes(**columns, **beside(arrays, index))
     return episodes.split(options.max_episode_steps, options.split)
 
 
@@ -64,6 +57,12 @@ def take(arrays: Mapping[str, np.ndarray], name: Any) -> np.ndarray:
     if name not in arrays:
         raise DataError(f"{name} is missing")
     return arrays[name]
+
+
+def beside(arrays: Mapping[str, np.ndarray], index: Mapping[str, Any]) -> dict[str, Any]:
+    """What our files hold beside the columns, by their index."""
+    named = {kind: {n: take(arrays, at) for n, at in index[kind].items()} for kind in ("extras", "attachments")}
+    return {**named, "meta": index["meta"]}
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 
 from replaylab.data.episodes import Episodes
-from replaylab.data.formats.common import Options, assemble, check_size, choose, parse_columns
+from replaylab.data.formats.common import Options, assemble, check_size, choose, first_bytes
 from replaylab.errors import DataError, MissingExtra, require
-
-__all__ = ["parse_columns", "read", "sniff"]
 
 PIECE = 20_000  # rows of text held at a time
 ID = "episode id: "  # before a column's name: its cells as ids, beside their numbers where it has another role too
@@ -28,15 +26,11 @@ TRUTH = {"true": True, "false": False, "yes": True, "no": False}
 
 
 def sniff(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4) == b"PAR1" or path.suffix.lower() in (".csv", ".tsv")
+    return first_bytes(path, 4) == b"PAR1" or (path.is_file() and path.suffix.lower() in (".csv", ".tsv"))
 
 
 def read(path: Path, options: Options) -> Episodes:
-    with path.open("rb") as file:
-        parquet = file.read(4) == b"PAR1" or path.suffix.lower() in (".parquet", ".pq")
+    parquet = first_bytes(path, 4) == b"PAR1" or path.suffix.lower() in (".parquet", ".pq")
     names, columns, roles = _parquet(path, options) if parquet else _csv(path, options)
     notes, used = [], set(_used(names, roles))
     if left := [n for n in names if n not in used]:

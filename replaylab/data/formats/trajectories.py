@@ -20,7 +20,7 @@ import numpy as np
 
 from replaylab.data.ends import id_changes
 from replaylab.data.episodes import Episodes
-from replaylab.data.formats.common import Options, assemble, check_size, choose, env_from_name
+from replaylab.data.formats.common import Options, assemble, check_size, choose, env_from_name, first_bytes
 from replaylab.errors import DataError
 
 MAX_OPCODES = 50_000_000
@@ -28,10 +28,7 @@ NUMBER = "number of the trajectory"  # a column, beside those of the file
 
 
 def sniff(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        start = file.read(2)
+    start = first_bytes(path, 2)
     return len(start) == 2 and start[0] == 0x80 and start[1] <= 5
 
 
