@@ -215,7 +215,7 @@ def test_scores_in_the_readme_are_those_of_the_result_files():
         assert f"`{system}`" in line and name in (column + line[: line.find("|", 1)]).lower(), line
         sizes = re.findall(r"(?:([\w-]+) )?(\d+ × \d+)", line)  # 5 × 50, halfcheetah 3 × 20
         size = [size for start, size in sizes if column.startswith(start)][-1]
-        assert size in sizes_of(found, number(mean), number(error), 0.1 ** len(mean.partition(".")[2])), line
+        assert size in sizes_of(found, mean, error), line
         figures = {p.label: p.scores[task][0] for p in published([task]) if task in p.scores}
         figures["random"] = (reference(found[0]["env"]) or [None])[0]
         ours = {p.scores[task][0] for p in published([task], [system]) if task in p.scores}
@@ -234,9 +234,25 @@ def scores_in(text: str) -> Iterator[tuple[str, ...]]:
             yield from ((line, column.strip(), *groups) for groups in re.findall(score, cell))
 
 
-def sizes_of(found: list[dict], mean: float, error: float, unit: float) -> list[str]:
-    """The seeds × episodes of the evaluations in result files that have this mean and error, rounded to `unit`."""
+def test_scores_on_the_pages_are_those_of_the_result_files():
+    """In a row that ends with the names of result files, each mean ± error is that of one of them."""
+    held = 0
+    for line in "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.md")).splitlines():
+        names = re.findall(r"`([\w-]+)`", line.split("|")[-2]) if line.startswith("|") else []
+        files = [ROOT / "benchmarks" / "results" / f"{name}.json" for name in names]
+        if not all(file.exists() for file in files):  # `-seeds-5-9`: pooled with another
+            continue
+        found = [json.loads(file.read_text()) for file in files]
+        for mean, error in re.findall(r"([\d.,]+) ± ([\d.]+)", line) if found else ():
+            assert any(sizes_of([one], mean, error) for one in found), line
+            held += 1
+    assert held > 40
+
+
+def sizes_of(found: list[dict], mean: str, error: str) -> list[str]:
+    """The seeds × episodes of those evaluations in result files that have this mean and error, as rounded."""
     sizes = []
+    slack = 0.5001 * 0.1 ** len(mean.partition(".")[2])
     points = "atari" in found[0]["env"]  # told as the game's own, and of one seed its games' error
     for evaluations in zip(*(f["scores"][: None if len(found) == 1 else 1] for f in found), strict=True):
         seeds = [seed for evaluation in evaluations for seed in evaluation["last"]]
@@ -244,7 +260,7 @@ def sizes_of(found: list[dict], mean: float, error: float, unit: float) -> list[
         if len(seeds) == 1:
             low, high = reference(found[0]["env"])
             spread = seeds[0]["std"] * (high - low) / 100 / (seeds[0]["episodes"] - 1) ** 0.5
-        if abs(value - mean) < 0.5001 * unit and abs(spread - error) < 0.5001 * unit:
+        if abs(value - number(mean)) < slack and abs(spread - number(error)) < slack:
             sizes.append(f"{len(seeds)} × {seeds[0]['episodes']}")
     return sizes
 
