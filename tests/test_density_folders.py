@@ -191,7 +191,7 @@ def test_command_line(tmp_path, capsys):
     for taken in ("kind", "seed"):
         words = ["--kind", "realnvp", "--out", folder + taken, "--set", f"{taken}=3"]
         assert main(["density", "fit", "--data", data, *words]) == 2
-        assert f"--set names settings of the kind, and {taken} is none" in capsys.readouterr().err
+        assert f"--set takes settings of the kind of model, and {taken} is not one" in capsys.readouterr().err
     assert main(["density", "score", folder, "--data", data, "--json", "--device", "cpu"]) == 0
     assert {"threshold", "flagged", "auroc"} <= set(json.loads(capsys.readouterr().out))
     page = tmp_path / "page.html"

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from glob import glob
@@ -187,49 +188,81 @@ def test_the_original_decision_transformers_flags_have_an_equivalent():
 
 
 def test_the_korean_readme_is_in_step():
-    """The same commands, code, links, headings and rows, whatever the words."""
+    """The same commands, code, links, headings, rows and scores, whatever the words."""
     english, korean = ((ROOT / name).read_text() for name in ("README.md", "README.ko.md"))
 
     def shape(text):
         code = re.findall(r"^(?:make|replaylab|import|[a-z]+ = ).*?(?=\s+#|$)", text, re.M)
         links = [target for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith("README")]
-        return {"code": code, "links": sorted(links), "starts": re.findall(r"^(?:#+|- |\|)", text, re.M)}
+        figures = re.findall(r"[\d.,]+ ± [\d.]+|\d+ × \d+|\([\d.]+\)", text)
+        starts = re.findall(r"^(?:#+|- |\|)", text, re.M)
+        return {"code": code, "links": sorted(links), "starts": starts, "figures": figures}
 
     assert shape(korean) == shape(english)
 
 
 def test_scores_in_the_readme_are_those_of_the_result_files():
-    """Each row of its tables: the mean ± error and the seeds × episodes of the files it links to (pooled, if they are
-    several), and what is published for that system on that data."""
-    rows = 0
-    for line in (ROOT / "README.md").read_text().split("## Scores")[1].split("\n## ")[0].splitlines():
-        found = [json.loads((ROOT / f).read_text()) for f in re.findall(r"\((benchmarks/results/\S+?\.json)\)", line)]
-        if not found:
-            continue
-        label, told, size, beside, _ = (cell.strip() for cell in line.split("|")[1:-1])
-        mean, error = re.fullmatch(r"\*\*(\S+) ± (\S+)\*\*", told).groups()
-        rounding = 0.5001 * 0.1 ** len(mean.partition(".")[2])
+    """Each score: the mean ± error of the files it links to (pooled, if they are several), the seeds × episodes of its
+    row, and in brackets what is published for that system on that data."""
+    text = (ROOT / "README.md").read_text().split("## Scores")[1].split("\n## ")[0].replace("\n  ", " ")
+    scores = list(scores_in(text))
+    assert len(scores) == len(re.findall(r"\d ± \d", text)) == 39
+    for line, column, mean, error, links, beside in scores:
+        found = [json.loads((ROOT / name).read_text()) for name in re.findall(r"\((\S+?)\)", links)]
         system, task = found[0]["system"], canonical(found[0]["task"])
         assert {f["system"] for f in found} == {system} and {canonical(f["task"]) for f in found} == {task}
-        name = system if "maze" in task else task.removeprefix("atari/").replace("-medium-expert", " medium + expert")
-        assert name in label.lower(), line
-        points = "atari" in found[0]["env"]  # told as the game's own, and of one seed its games' error
-        known = []
-        for evaluations in zip(*(f["scores"][: None if len(found) == 1 else 1] for f in found), strict=True):
-            seeds = [seed for evaluation in evaluations for seed in evaluation["last"]]
-            value, spread = stats.mean_and_error([seed["return" if points else "mean"] for seed in seeds])
-            if len(seeds) == 1:
-                low, high = reference(found[0]["env"])
-                spread = seeds[0]["std"] * (high - low) / 100 / (seeds[0]["episodes"] - 1) ** 0.5
-            if abs(value - number(mean)) < rounding and abs(spread - number(error)) < rounding:
-                known.append(f"{len(seeds)} × {seeds[0]['episodes']}")
-        assert size in known, (line, known)
+        name = task.removeprefix("atari/").replace("-medium-expert", " medium + expert")
+        assert f"`{system}`" in line and name in (column + line[: line.find("|", 1)]).lower(), line
+        sizes = re.findall(r"(?:([\w-]+) )?(\d+ × \d+)", line)  # 5 × 50, halfcheetah 3 × 20
+        size = [size for start, size in sizes if column.startswith(start)][-1]
+        assert size in sizes_of(found, mean, error), line
         figures = {p.label: p.scores[task][0] for p in published([task]) if task in p.scores}
+        figures["random"] = (reference(found[0]["env"]) or [None])[0]
         ours = {p.scores[task][0] for p in published([task], [system]) if task in p.scores}
-        for name, figure in re.findall(r"([A-Za-z]+ )?([\d,]+(?:\.\d+)?)", beside):
+        for name, figure in re.findall(r"([A-Za-z]+ )?(\d[\d,]*(?:\.\d+)?)", beside):
             assert abs(figures[name.strip()] - number(figure)) < 0.5 if name else number(figure) in ours, line
-        rows += 1
-    assert rows == 40
+
+
+def scores_in(text: str) -> Iterator[tuple[str, ...]]:
+    """Of each score: line, head of its column (of a note, the line again), mean, error, links, what is in brackets."""
+    score = r"\[(\S+) ± (\S+)\]((?: ?(?:\[\+\])?\(benchmarks/results/\S+?\.json\))+)(?: \((.+?)\))?"
+    header: list[str] = []
+    for line in text.splitlines():
+        cells = line.split("|")
+        header = [line] if len(cells) == 1 else cells if len(header) == 1 else header
+        for column, cell in zip(header, cells, strict=True):
+            yield from ((line, column.strip(), *groups) for groups in re.findall(score, cell))
+
+
+def test_scores_on_the_pages_are_those_of_the_result_files():
+    """In a row that ends with the names of result files, each mean ± error is that of one of them."""
+    held = 0
+    for line in "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.md")).splitlines():
+        names = re.findall(r"`([\w-]+)`", line.split("|")[-2]) if line.startswith("|") else []
+        files = [ROOT / "benchmarks" / "results" / f"{name}.json" for name in names]
+        if not all(file.exists() for file in files):  # `-seeds-5-9`: pooled with another
+            continue
+        found = [json.loads(file.read_text()) for file in files]
+        for mean, error in re.findall(r"([\d.,]+) ± ([\d.]+)", line) if found else ():
+            assert any(sizes_of([one], mean, error) for one in found), line
+            held += 1
+    assert held > 40
+
+
+def sizes_of(found: list[dict], mean: str, error: str) -> list[str]:
+    """The seeds × episodes of those evaluations in result files that have this mean and error, as rounded."""
+    sizes = []
+    slack = 0.5001 * 0.1 ** len(mean.partition(".")[2])
+    points = "atari" in found[0]["env"]  # told as the game's own, and of one seed its games' error
+    for evaluations in zip(*(f["scores"][: None if len(found) == 1 else 1] for f in found), strict=True):
+        seeds = [seed for evaluation in evaluations for seed in evaluation["last"]]
+        value, spread = stats.mean_and_error([seed["return" if points else "mean"] for seed in seeds])
+        if len(seeds) == 1:
+            low, high = reference(found[0]["env"])
+            spread = seeds[0]["std"] * (high - low) / 100 / (seeds[0]["episodes"] - 1) ** 0.5
+        if abs(value - number(mean)) < slack and abs(spread - number(error)) < slack:
+            sizes.append(f"{len(seeds)} × {seeds[0]['episodes']}")
+    return sizes
 
 
 def number(told: str) -> float:

@@ -184,7 +184,7 @@ def test_a_sweep_with_something_left_is_no_success(place, monkeypatch, capsys):
     monkeypatch.setattr("replaylab.sweep.run_local", lambda *arguments: None)  # as if the budget were spent
     path = str(write(place))
     assert main(["sweep", path]) == 1
-    assert capsys.readouterr().err.endswith("replaylab: of 2 cells 2 left: bc-one, bc-two\n")
+    assert capsys.readouterr().err.endswith("replaylab: of 2 cells, 2 left: bc-one, bc-two\n")
     assert main(["sweep", path, "--dry-run"]) == 0
 
 

@@ -18,7 +18,8 @@ from replaylab.errors import ReplaylabError
 
 
 def build(words: Sequence[str]) -> Parser:
-    parser = Parser(prog="replaylab", description="Learn decisions from logged data.", allow_abbrev=False)
+    description = "Learn policies from logged data, and find out how good they are."
+    parser = Parser(prog="replaylab", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"replaylab {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=Parser)

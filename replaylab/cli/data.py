@@ -14,67 +14,65 @@ from replaylab.config import add_arguments
 def build_data(verbs: Any, words: Sequence[str]) -> None:
     data = add_verb(verbs, "data", "look at, convert and make datasets", None)
     inner = data.add_subparsers(title="data verbs", required=True, metavar="VERB", parser_class=Parser)
-    verb = add_verb(inner, "list", "datasets that ship with replaylab, and the formats it reads", _data_list)
+    verb = add_verb(inner, "list", "list the shipped datasets and the formats that can be read", _data_list)
     verb.add_argument("--json", action="store_true", help="print as JSON")
-    verb = add_verb(inner, "info", "counts, returns, ranges and warnings", _data_info)
-    verb.add_argument("path", nargs="+", metavar="X")
+    verb = add_verb(inner, "info", "show counts, returns, ranges and warnings", _data_info)
+    verb.add_argument("path", nargs="+", metavar="X", help="files or folders; several are joined")
     verb.add_argument("--json", action="store_true", help="print as JSON")
     data_options(verb)
-    verb = add_verb(inner, "plot", "a page of plots", _data_plot)
-    verb.add_argument("path", nargs="+", metavar="X")
+    verb = add_verb(inner, "plot", "write a page of plots", _data_plot)
+    verb.add_argument("path", nargs="+", metavar="X", help="files or folders; several are joined")
     verb.add_argument("--out", default="data.html", help="the page (default: data.html)")
     data_options(verb)
-    verb = add_verb(inner, "convert", "read one format, write another", _data_convert)
-    verb.add_argument("source", nargs="+", metavar="SRC")
-    verb.add_argument("target", metavar="DST")
-    verb.add_argument("--to", metavar="FORMAT", help="format to write; found from DST when not given")
-    verb.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    verb = add_verb(inner, "convert", "convert data to another format", _data_convert)
+    verb.add_argument("source", nargs="+", metavar="SRC", help="files or folders; several are joined")
+    verb.add_argument("target", metavar="DST", help="the new dataset")
+    verb.add_argument("--to", metavar="FORMAT", help="format to write (default: found from DST)")
+    verb.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     data_options(verb)
-    verb = add_verb(inner, "sparsify", "take rows out on purpose, by a stored recipe", _data_sparsify)
-    verb.add_argument("path", nargs="+", metavar="X")
+    verb = add_verb(inner, "sparsify", "remove rows on purpose, by a recipe", _data_sparsify)
+    verb.add_argument("path", nargs="+", metavar="X", help="files or folders; several are joined")
     verb.add_argument(
-        "--recipe", required=True, metavar="pca-quadrant|reward-action-box", help="which rows; docs/damage.md"
+        "--recipe", required=True, metavar="pca-quadrant|reward-action-box", help="which rows; see docs/damage.md"
     )
     verb.add_argument("--out", required=True, help="the new dataset")
     verb.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     verb.add_argument(
         "--set", nargs="+", action="extend", metavar="NAME=JSON", help="parameters of the recipe, such as keep=0.05"
     )
-    verb.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    verb.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     data_options(verb)
-    verb = add_verb(inner, "corrupt", "a labelled test set: episodes as they are, and the same shifted", _data_corrupt)
-    verb.add_argument("path", nargs="+", metavar="X")
+    verb = add_verb(inner, "corrupt", "make a labelled test set: episodes and shifted copies of them", _data_corrupt)
+    verb.add_argument("path", nargs="+", metavar="X", help="files or folders; several are joined")
     verb.add_argument("--distance", type=float, required=True, help="mean of the noise added to the shifted half")
     verb.add_argument("--out", required=True, help="the new dataset")
     verb.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
-    verb.add_argument("--episodes", type=int, default=10, help="episodes taken (default: 10)")
-    verb.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    verb.add_argument("--episodes", type=int, default=10, help="number of episodes to take (default: 10)")
+    verb.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     data_options(verb)
     _build_collect(inner, words)
 
 
 def _build_collect(inner: Any, words: Sequence[str]) -> None:
-    verb = add_verb(
-        inner, "collect", "make a dataset by training a policy, or driving one, in an environment", _data_collect
-    )
+    verb = add_verb(inner, "collect", "make a dataset by training or driving a policy in an environment", _data_collect)
     verb.add_argument(
         "env", metavar="ENV", help="hopper, walker2d, Pendulum-v1, atari/pong, pointmaze-medium, antmaze-umaze, ..."
     )
-    verb.add_argument("--out", required=True, metavar="D", help="the dataset (a folder a level with --level all)")
+    verb.add_argument("--out", required=True, metavar="D", help="the dataset (with --level all: a folder per level)")
     verb.add_argument("--level", help="random, medium, medium-replay, full-replay, expert, medium-expert, mixed or all")
-    verb.add_argument("--steps", type=int, metavar="N", help="rows of a dataset (default: 1000000, mazes 300000)")
+    verb.add_argument("--steps", type=int, metavar="N", help="rows per dataset (default: 1000000, mazes 300000)")
     verb.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    verb.add_argument("--to", metavar="FORMAT", help="format to write (default: from the name; a folder is native)")
+    verb.add_argument("--to", metavar="FORMAT", help="format to write (default: found from D; a folder is native)")
     verb.add_argument(
-        "--compact", action="store_true", help="round to 12 bits (of 23) and leave out extra columns: a small file"
+        "--compact", action="store_true", help="make a small file: round to 12 bits (of 23), leave out extra columns"
     )
-    verb.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    verb.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     if "collect" not in words:  # the modules below need simulators
         return
     if any(word.startswith("pointmaze") for word in words):
         verb.add_argument("--style", choices=["play", "diverse"], help="fixed or random starts and goals")
-        verb.add_argument("--noise", type=float, help="deviation of the noise on the driver's actions")
+        verb.add_argument("--noise", type=float, help="standard deviation of the noise on the driver's actions")
     elif any(word.startswith(("antmaze", "d4rl/antmaze")) for word in words):
         from replaylab.collect import antmaze
 

@@ -58,17 +58,17 @@ def add_verb(verbs: Any, name: str, help: str, run: Any) -> argparse.ArgumentPar
 
 def data_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reading data")
-    group.add_argument("--format", help="file format; found from the file when not given")
+    group.add_argument("--format", help="file format (default: found from the file)")
     group.add_argument(
-        "--columns", nargs="+", action="extend", metavar="NAME=COLUMN[,COLUMN]", help="which columns of a file are what"
+        "--columns", nargs="+", action="extend", metavar="NAME=COLUMN[,COLUMN]", help="which column is what"
     )
-    group.add_argument("--max-episode-steps", type=int, metavar="N", help="an episode ends after N steps")
-    group.add_argument("--split", choices=["flags", "discontinuity"], help="where unmarked episodes end")
-    replay = parser.add_argument_group("reading a part of a DQN-replay log")
+    group.add_argument("--max-episode-steps", type=int, metavar="N", help="end an episode after N steps")
+    group.add_argument("--split", choices=["flags", "discontinuity"], help="ends by flags only, or also at jumps")
+    replay = parser.add_argument_group("reading part of a DQN-replay log")
     for option, name, text in (
-        ("--num-steps", "max_steps", "about so many rows, in whole episodes, evenly from its checkpoints"),
-        ("--num-buffers", "checkpoints", "only the last so many checkpoints"),
-        ("--trajectories-per-buffer", "episodes_per_checkpoint", "at most so many episodes of a checkpoint"),
+        ("--num-steps", "max_steps", "about N rows, in whole episodes, spread evenly over its checkpoints"),
+        ("--num-buffers", "checkpoints", "only the last N checkpoints"),
+        ("--trajectories-per-buffer", "episodes_per_checkpoint", "at most N episodes of each checkpoint"),
     ):
         replay.add_argument(option, dest=name, type=int, metavar="N", help=text)
 

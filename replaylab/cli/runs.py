@@ -21,74 +21,76 @@ from replaylab.evaluate import pick_device
 from replaylab.page import count
 from replaylab.run import RunFolder
 
+DETECTED = "AUROC {auroc:.3f}, {tpr:.1%} of shifted rows found, {tnr:.1%} of real rows left alone"
+
 
 def build_runs(verbs: Any, words: Sequence[str]) -> None:
     _build_train(verbs, words)
     _build_density(verbs)
     verb = add_verb(verbs, "eval", "play episodes with a trained policy", _eval)
-    verb.add_argument("runs", nargs="+", metavar="RUN")
-    verb.add_argument("--env", help="environment; default: the run's own")
+    verb.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    verb.add_argument("--env", help="environment (default: the run's own)")
     verb.add_argument("--episodes", type=int, default=100, help="episodes per seed (default: 100)")
     verb.add_argument("--seed", type=int, help="seed of the first episode (default: 1000)")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     verb.add_argument(
         "--target", nargs="+", type=float, metavar="R", help="returns to ask a dt for, played in one batch"
     )
-    verb.add_argument("--noise-action", type=float, metavar="S", help="deviation of Gaussian noise on actions")
-    verb.add_argument("--noise-transition", type=float, metavar="S", help="deviation of noise on observations")
-    verb.add_argument("--noise-rate", type=float, metavar="P", help="probability of noise at a step (default: 1)")
+    verb.add_argument("--noise-action", type=float, metavar="S", help="standard deviation of noise on actions")
+    verb.add_argument("--noise-transition", type=float, metavar="S", help="standard deviation of noise on observations")
+    verb.add_argument("--noise-rate", type=float, metavar="P", help="probability of noise at each step (default: 1)")
     verb.add_argument("--json", action="store_true", help="print the records as JSON")
     if words[:1] == ["eval"]:
         _add_acting(verb, words, several=True)
 
-    verb = add_verb(verbs, "assess", "what logs alone can tell about a policy, without a simulator", _assess)
-    verb.add_argument("folder", metavar="RUN")  # not `run`: that holds the verb's function
+    verb = add_verb(verbs, "assess", "find out what logs alone can tell about a policy, without a simulator", _assess)
+    verb.add_argument("folder", metavar="RUN", help="run folder")  # not `run`: that holds the verb's function
     verb.add_argument(
-        "--data", nargs="+", action="extend", metavar="X", help="logs to judge by, at best unseen; default: its own"
+        "--data", nargs="+", action="extend", metavar="X", help="logs to judge by, best held out (default: its own)"
     )
     verb.add_argument("--quick", action="store_true", help="a smaller estimate, under a minute on a CPU")
-    verb.add_argument("--gamma", type=float, help="discount of the estimate; default: the run's own, else 0.99")
+    verb.add_argument("--gamma", type=float, help="discount of the estimate (default: the run's own, else 0.99)")
     verb.add_argument("--json", action="store_true", help="print as JSON")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     data_options(verb)
 
-    verb = add_verb(verbs, "report", "a page from run folders, from a sweep, or from exported results", _report)
-    verb.add_argument("runs", nargs="+", metavar="RUN")
+    verb = add_verb(verbs, "report", "write a page about runs, a sweep, or exported results", _report)
+    verb.add_argument("runs", nargs="+", metavar="RUN", help="run folders, a sweep's folder, or exported results")
     verb.add_argument(
-        "--out", help="a page (default: RUN/report.html, or report.html for several runs), or a table: .md or .csv"
+        "--out", help="the page (default: RUN/report.html; for several runs report.html), or a table: .md or .csv"
     )
     verb.add_argument("--json", action="store_true", help="print the table as JSON instead")
-    verb.add_argument("--export", metavar="FOLDER", help="keep each run's results there as small JSON files instead")
+    verb.add_argument("--export", metavar="FOLDER", help="save each run's results there as a small JSON file instead")
 
     verb = add_verb(verbs, "export", "write a policy to one file that runs without replaylab", _export)
-    verb.add_argument("folder", metavar="RUN")  # not `run`: that holds the verb's function
-    verb.add_argument("--out", metavar="FILE", help="ends in .pt2 (PyTorch) or .onnx (default: RUN/policy.pt2)")
+    verb.add_argument("folder", metavar="RUN", help="run folder")  # not `run`: that holds the verb's function
+    verb.add_argument("--out", metavar="FILE", help="a .pt2 (PyTorch) or .onnx file (default: RUN/policy.pt2)")
     verb.add_argument("--seed", type=int, help="which of the run's seeds (default: its first)")
     verb.add_argument("--target", type=float, metavar="R", help="the return to ask a dt for (default: the run's own)")
     if words[:1] == ["export"]:
         _add_acting(verb, words, several=False)
 
     verb = add_verb(verbs, "play", "play in the world that an mbarc run has learned, in the browser", _play)
-    verb.add_argument("folder", metavar="RUN")  # not `run`: that holds the verb's function
-    verb.add_argument("--port", type=int, default=0, help="on 127.0.0.1; default: any that is free")
+    verb.add_argument("folder", metavar="RUN", help="run folder")  # not `run`: that holds the verb's function
+    verb.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free one)")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
-    verb = add_verb(verbs, "sweep", "systems x datasets x seeds x settings from one file", _sweep)
-    verb.add_argument("file", metavar="FILE", help="YAML: systems, datasets, seeds and settings; docs/sweep.md")
+    verb = add_verb(verbs, "sweep", "train systems x datasets x seeds x settings, described in one file", _sweep)
+    verb.add_argument("file", metavar="FILE", help="YAML: systems, datasets, seeds and settings; see docs/sweep.md")
     verb.add_argument("--out", metavar="D", help="the sweep's folder (default: sweeps/NAME)")
-    verb.add_argument("--dry-run", action="store_true", help="print the plan and the time it takes")
-    verb.add_argument("--on", choices=["local", "ray"], default="local", help="this machine, or a Ray cluster")
-    verb.add_argument("--address", help="of the Ray cluster; auto: the one this machine belongs to")
-    verb.add_argument("--devices", nargs="+", metavar="DEVICE", help="default: every GPU, else the CPU")
+    verb.add_argument("--dry-run", action="store_true", help="only print the plan and the expected time")
+    verb.add_argument("--on", choices=["local", "ray"], default="local", help="on this machine, or a Ray cluster")
+    verb.add_argument("--address", help="address of the Ray cluster; auto: the one this machine belongs to")
+    verb.add_argument("--devices", nargs="+", metavar="DEVICE", help="devices (default: every GPU, else the CPU)")
     verb.add_argument("--per-device", type=int, metavar="N", help="processes that share a device (default: the file's)")
-    verb.add_argument("--gpus", type=float, metavar="SHARE", help="of a GPU a cell, on Ray")
-    verb.add_argument("--data", choices=["path", "store"], help="on Ray: read by path, or once into its object store")
+    verb.add_argument("--gpus", type=float, metavar="SHARE", help="on Ray: share of a GPU for each cell")
+    verb.add_argument("--data", choices=["path", "store"], help="on Ray: read by path, or once into Ray's object store")
 
     verb = add_verb(verbs, "bench", "time the hot paths on this machine", _bench)
-    verb.add_argument("cases", nargs="*", metavar="CASE", help="default: all of them")
+    verb.add_argument("cases", nargs="*", metavar="CASE", help="what to time (default: everything)")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    verb.add_argument("--json", metavar="FILE", help="write the figures there too")
-    verb.add_argument("--against", metavar="PEER", help="time a peer beside us: sb3 or d3rlpy")
+    verb.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    verb.add_argument("--against", metavar="PEER", help="also time another package: sb3 or d3rlpy")
 
 
 def _add_acting(verb: argparse.ArgumentParser, words: Sequence[str], several: bool) -> None:
@@ -98,10 +100,10 @@ def _add_acting(verb: argparse.ArgumentParser, words: Sequence[str], several: bo
     systems = dict.fromkeys(RunFolder(word).system() for word in named)
     for name in systems:
         module = system(name)
-        title = f"how {name} acts" + ("; several values are all tried" if several else "")
+        title = f"how {name} acts" + (" (give several values to try them all)" if several else "")
         add_acting_arguments(verb, module.Config, getattr(module, "ACTING", ()), title, several)
     if not systems:
-        verb.epilog = "Name a RUN before --help to see the options of its system."
+        verb.epilog = "To see the options of a run's system, name the RUN before --help."
 
 
 def _build_train(verbs: Any, words: Sequence[str]) -> None:
@@ -125,50 +127,50 @@ def _build_train(verbs: Any, words: Sequence[str]) -> None:
         )
         parser.add_argument("--preset", help=f"named settings: {', '.join(module.PRESETS)}")
         parser.add_argument("--config", metavar="F", help="YAML file of settings")
-        parser.add_argument("--resume", action="store_true", help="go on where the run folder stopped")
-        parser.add_argument("--overwrite", action="store_true", help="start anew in a folder that holds a run")
+        parser.add_argument("--resume", action="store_true", help="continue where the run in this folder stopped")
+        parser.add_argument("--overwrite", action="store_true", help="replace the run in this folder")
         add_arguments(parser, module.Config)
         add_arguments(parser, Options)
         parser.add_argument(
-            "--seed", dest="seeds", type=int, nargs=1, default=argparse.SUPPRESS, help="--seeds with one"
+            "--seed", dest="seeds", type=int, nargs=1, default=argparse.SUPPRESS, help="the same as --seeds with one"
         )
 
 
 def _build_density(verbs: Any) -> None:
-    density = add_verb(verbs, "density", "how likely are states and actions under the data", None)
+    density = add_verb(verbs, "density", "measure how likely states and actions are under the data", None)
     inner = density.add_subparsers(title="density verbs", required=True, metavar="VERB", parser_class=Parser)
-    verb = add_verb(inner, "fit", "fit a density model, with thresholds and a test on shifted rows", _density_fit)
+    verb = add_verb(inner, "fit", "fit a density model, calibrate its threshold, test it on shifted rows", _density_fit)
     verb.add_argument(
         "--data", nargs="+", action="extend", required=True, metavar="X", help="files or folders; several are joined"
     )
-    verb.add_argument("--kind", required=True, metavar="realnvp|vae|kde|diffusion|neuralode", help="of density model")
+    verb.add_argument("--kind", required=True, metavar="realnvp|vae|kde|diffusion|neuralode", help="kind of model")
     verb.add_argument("--out", required=True, metavar="D", help="the model's folder")
-    verb.add_argument("--inputs", metavar="sa|nsa|sas", help="(s, a), (s', a) or (s, a, s') (default: nsa)")
-    verb.add_argument("--steps", type=int, metavar="N", help="updates; default: the kind's own")
-    verb.add_argument("--batch-size", type=int, metavar="N", help="rows a batch (default: 512)")
+    verb.add_argument("--inputs", metavar="sa|nsa|sas", help="model (s, a), (s', a) or (s, a, s') (default: nsa)")
+    verb.add_argument("--steps", type=int, metavar="N", help="training updates (default: the kind's own)")
+    verb.add_argument("--batch-size", type=int, metavar="N", help="rows per batch (default: 512)")
     verb.add_argument("--lr", type=float, help="Adam's learning rate (default: 0.001)")
     verb.add_argument(
-        "--percentile", type=float, metavar="P", help="of validation rows below the threshold (default: 1)"
+        "--percentile", type=float, metavar="P", help="percentage of validation rows below the threshold (default: 1)"
     )
     verb.add_argument(
         "--distances",
         type=float,
         nargs="+",
         metavar="R",
-        help="shifts of the test; default: GORMPO's for its robots, else half and one deviation",
+        help="shifts to test (default: GORMPO's for its robots, else half and one deviation)",
     )
     verb.add_argument(
         "--set", nargs="+", action="extend", metavar="NAME=JSON", help="settings of the kind, such as couplings=8"
     )
-    verb.add_argument("--seed", type=int, default=0, help="of its first weights and of the split (default: 0)")
+    verb.add_argument("--seed", type=int, default=0, help="seed of the initial weights and of the split (default: 0)")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    verb.add_argument("--overwrite", action="store_true", help="write over a density that is there")
+    verb.add_argument("--overwrite", action="store_true", help="replace an existing density model")
     data_options(verb)
-    verb = add_verb(inner, "score", "how likely other data is under a density model", _density_score)
-    verb.add_argument("folder", metavar="D")
-    verb.add_argument("--data", nargs="+", action="extend", required=True, metavar="Y", help="what to score")
-    verb.add_argument("--percentile", type=float, metavar="P", help="default: the one it was fitted with")
-    verb.add_argument("--out", metavar="PAGE", help="write a page with a histogram")
+    verb = add_verb(inner, "score", "measure how likely other data is under a density model", _density_score)
+    verb.add_argument("folder", metavar="D", help="the model's folder")
+    verb.add_argument("--data", nargs="+", action="extend", required=True, metavar="Y", help="data to score")
+    verb.add_argument("--percentile", type=float, metavar="P", help="of the threshold (default: the one from fitting)")
+    verb.add_argument("--out", metavar="PAGE", help="also write a page with a histogram")
     verb.add_argument("--json", action="store_true", help="print as JSON")
     verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
     data_options(verb)
@@ -192,7 +194,7 @@ def _train(args: argparse.Namespace) -> None:
     device, env, data = str(config.get("device", "auto")), config.get("env"), config.get("data", [])
     unseen = env is None and bool(set(data) - set(TOYS))
     if unseen and getattr(args, "preset", None) == "debug":
-        print(f"not assessed, as a debug run: replaylab assess {shlex.quote(str(path))}")
+        print(f"not assessed, because it is a debug run; to do so: replaylab assess {shlex.quote(str(path))}")
     elif unseen:
         from replaylab.offpolicy import assess, summary
 
@@ -210,7 +212,9 @@ def _assess(args: argparse.Namespace) -> None:
 
     data, options, gamma = getattr(args, "data", None), read_options(args), getattr(args, "gamma", None)
     if options and data is None:
-        raise UsageError("the run's own data is read as it was for training: name a log with --data, or leave out how")
+        raise UsageError(
+            "the run's own data is read as it was for training: name a log with --data to read another way"
+        )
     if data is not None and options:  # without options, `assess` reads it like the run's own
         data = load(data, **options)
     found = assess(args.folder, data, quick=hasattr(args, "quick"), gamma=gamma, device=args.device)
@@ -225,11 +229,11 @@ def _density_fit(args: argparse.Namespace) -> None:
     given = {k: v for k, v in vars(args).items() if k in own}
     settings = assignments(getattr(args, "set", []))
     if taken := settings.keys() & signature(fit).parameters.keys():
-        raise UsageError(f"--set names settings of the kind, and {min(taken)} is none")
+        raise UsageError(f"--set takes settings of the kind of model, and {min(taken)} is not one")
     given |= {"overwrite": hasattr(args, "overwrite"), "data_options": read_options(args)}
     model = fit(args.data, args.kind, args.out, **given, **settings)
     for test in model.report["tests"]:
-        print("shifted by {distance:g}: AUROC {auroc:.3f}, found {tpr:.1%}, left alone {tnr:.1%}".format(**test))
+        print("shifted by {distance:g}: ".format(**test) + DETECTED.format(**test))
     print(f"wrote {args.out}: {args.kind}, threshold {model.report['threshold']:.2f}; see {args.out}/report.html")
 
 
@@ -241,7 +245,7 @@ def _density_score(args: argparse.Namespace) -> None:
     if hasattr(args, "json"):
         print(json.dumps(found))
         return
-    detection = ", AUROC {auroc:.3f}, found {tpr:.1%}, left alone {tnr:.1%}".format(**found) if "auroc" in found else ""
+    detection = ", " + DETECTED.format(**found) if "auroc" in found else ""
     print(f"{found['rows']} rows, {found['flagged']:.1%} below the threshold {found['threshold']:.2f}{detection}")
     if hasattr(args, "out"):
         print(f"wrote {args.out}")
@@ -315,7 +319,7 @@ def _sweep(args: argparse.Namespace) -> None:
     undone = {"failed": [*found.failed], "left": found.left}
     if any(undone.values()) and not hasattr(args, "dry_run"):  # `sweep && report` must not show half a table
         summary = "; ".join(f"{len(names)} {how}: {', '.join(names)}" for how, names in undone.items() if names)
-        raise ReplaylabError(f"of {count(found.cells, 'cell')} {summary}")
+        raise ReplaylabError(f"of {count(found.cells, 'cell')}, {summary}")
 
 
 def _report(args: argparse.Namespace) -> None:
@@ -324,7 +328,7 @@ def _report(args: argparse.Namespace) -> None:
 
     first, alone, out = Path(args.runs[0]), len(args.runs) == 1, getattr(args, "out", None)
     if len(given := [name for name in ("out", "json", "export") if hasattr(args, name)]) > 1:
-        raise UsageError(f"--{given[0]} and --{given[1]} are different reports: give one of them")
+        raise UsageError(f"--{given[0]} and --{given[1]} are different reports: give only one")
     if hasattr(args, "export"):
         for path in compare.export(args.runs, args.export):
             print(f"wrote {path}")
