@@ -12,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from conftest import make_episodes
 
 import replaylab
 from replaylab.bench import bench
+from replaylab.bench.common import seconds_per_call
 from replaylab.cli import main
 from replaylab.cli.parser import Parser
 from replaylab.data.write import save
@@ -268,6 +270,12 @@ def test_a_bench_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
     assert [row["what"] for row in json.loads((tmp_path / "b.json").read_text())["rows"]] == ["first"]
     with pytest.raises(FileNotFoundError):  # before anything is timed
         bench(json_path=str(tmp_path / "nowhere" / "b.json"), device="cpu")
+
+
+def test_a_bench_leaves_no_lock_that_another_user_could_not_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    seconds_per_call(lambda: None, torch.device("cpu"), 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_work_goes_on_when_nobody_reads_what_it_says(log, tmp_path, monkeypatch):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,9 @@ def seconds_per_call(call: Callable[[], Any], device: torch.device, calls: int, 
 @contextmanager
 def _alone() -> Iterator[None]:
     """No other `bench` of this machine measures meanwhile, so that several may compile side by side."""
-    with open(Path(tempfile.gettempdir()) / "replaylab-bench.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    place = os.open(tempfile.gettempdir(), os.O_RDONLY)  # a file there would be its first user's alone
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(place)

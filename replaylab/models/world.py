@@ -29,7 +29,8 @@ from replaylab.models.bits import Bits, modulated
 from replaylab.models.layers import convolve, linear, standardize, unfold
 from replaylab.models.reward import HEADS, FramesHead, MbarcHead, SimpleHead, focal_loss, likeliest
 
-if KERNELS := torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+# not emulated: on Ampere and newer
+if KERNELS := torch.cuda.is_bf16_supported(False) and importlib.util.find_spec("triton") is not None:
     from replaylab.models.world_kernel import likeliest_colours
 
 DROPOUT, MIDDLE_DROPOUT = 0.15, 0.5
@@ -242,13 +243,12 @@ class World(nn.Module):
         }
         if self.going is not None:
             parts["continue"] = F.binary_cross_entropy_with_logits(self._going(found), continue_target.float())
+        frame = self._frame(logits.detach())
         if reward_target is not None:
-            read = self._of_interest(sight.seen, found, self._frame(logits.detach()))
-            answer = self.reward_logits(*read, train=True)
+            answer = self.reward_logits(*self._of_interest(sight.seen, found, frame), train=True)
             classes = reward_target.long() + 1
             plain = class_weights is None
             parts["reward"] = F.cross_entropy(answer, classes) if plain else focal_loss(answer, classes, class_weights)
-        frame = self._frame(logits.detach())
         accuracy = (frame == next_frame).float().mean()
         return {"loss": sum(parts.values()), **parts, "accuracy": accuracy, "next_frame": frame}  # type: ignore[dict-item]
 
