@@ -156,6 +156,8 @@ def test_out_of_memory_names_the_setting(monkeypatch):
         policy.hook(0)
     with pytest.raises(UsageError, match="there is too little memory for what the policy learns from: lower --agents"):
         make_agent(agents=10**9)  # what a CPU's allocator says
+    for name in ("world_batch", "reward_batch"):
+        refused("memory for the batches: lower --world-batch or --reward-batch", **{name: 10**12})
     monkeypatch.setattr(mbarc, "FrameReplay", burst)
     with pytest.raises(UsageError, match="the GPU has too little memory for the replay: lower --collect-steps or --ep"):
         agent.phases(env_id)
