@@ -68,28 +68,6 @@ def test_what_is_fed_back(pixels):
     assert not torch.equal(own.context[:, -k:], following)
 
 
-def test_step_is_update_along_a_sequence():
-    world = tiny()
-    g = torch.Generator().manual_seed(0)
-    frames = torch.randint(8, (2, 4 + 3, 20, 16), generator=g, dtype=torch.uint8)
-    actions, values = torch.randint(3, (2, 3), generator=g), torch.rand(2, 3, generator=g)
-    start = {k: v.clone() for k, v in world.state_dict().items()}
-    found = []
-    for way in range(2):
-        world.load_state_dict(start)
-        trainer = WorldTrainer(world, decay=4)
-        torch.manual_seed(3)
-        for t in range(3):
-            if way:
-                trainer.step(frames, actions, values, torch.ones(2, 3), torch.tensor([t]))
-            else:
-                first = torch.full((2,), t == 0)
-                batch = {"frames": frames[:, t : t + 4], "next_frames": frames[:, t + 4], "first": first}
-                trainer.update(batch | {"actions": actions[:, t], "values": values[:, t], "continues": torch.ones(2)})
-        found.append(torch.cat([p.detach().flatten() for p in world.parameters()]))
-    assert torch.equal(*found)
-
-
 def test_epsilon_is_that_of_the_sequence_s_start():
     world = tiny()
     for way in ("update", "update_teacher"):

@@ -110,7 +110,7 @@ class RunningMean:
 
 
 class WorldTrainer:
-    """Batches hold `frames` (batch, stack, h, w), `actions`, `next_frames`, `values` (NaN: unknown), `continues`,
+    """Batches hold `frames` (batch, stack, h, w), `actions`, `next_frames`, `values`, `continues`,
     `rewards`, and `first`: (batch,) booleans, true where a sequence starts and its real frames are loaded.
     (In rgb, frames are (batch, 3 stack, h, w) and next frames (batch, 3, h, w).)"""
 
@@ -184,25 +184,6 @@ class WorldTrainer:
         keep_true = torch.rand(len(own), 1, 1, 1, device=self.device) < epsilon
         newest = self._noisy(torch.where(keep_true, true, own))
         return torch.cat([context[:, self.channels :], newest], 1)
-
-    def step(
-        self,
-        frames: Tensor,  # (batch, stack + steps, h, w); rgb: (batch, 3 (stack + steps), h, w)
-        actions: Tensor,  # (batch, steps), as values, continues and rewards
-        values: Tensor,
-        continues: Tensor,
-        time: Tensor,  # (1,) index of the step; 0 starts the sequence
-        rewards: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """`update` on step `time` of whole sequences; picks its rows on the device."""
-        seen = self.world.shape.stack * self.channels
-        rows = time * self.channels + torch.arange(seen + self.channels, device=self.device)
-        window = frames.index_select(1, rows)
-        names = {"actions": actions, "values": values, "continues": continues, "rewards": rewards}
-        batch = {k: v.index_select(1, time)[:, 0] for k, v in names.items() if v is not None}
-        following = window[:, seen:] if self.channels == 3 else window[:, seen]
-        first = (time == 0).expand(len(frames))
-        return self.update(batch | {"frames": window[:, :seen], "next_frames": following, "first": first})
 
     def _noisy(self, frames: Tensor) -> Tensor:
         return corrupted(frames, self.noise, self.channels, self.values)
