@@ -46,6 +46,9 @@ def test_report_sections(tmp_path):
     assert "No episode was held out" not in rewards
     assert "before the correction" in rewards
     assert "Share, on held-out episodes" in found["Dream and reality"]
+    repeated = f"{held['held_out']['still_pixels']:.2%}".replace("%", " %")
+    assert f"repeating the last frame {repeated}" in found["Dream and reality"]
+    assert "reward -1: recall" in rewards and "reward -1: precision" not in rewards  # it never told one
     assert "-7.25 (3)" in found["Real steps and time"] and "1 min 10 s" in found["Real steps and time"]
     assert "Real play" in found["Real steps and time"] and "6 games in all" in found["Real steps and time"]
     assert "over the budget" not in found["Real steps and time"]

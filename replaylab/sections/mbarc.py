@@ -16,7 +16,7 @@ from replaylab.sections.common import percent
 LARGEST_FILM = 20 << 20
 REWARDS = ("-1", "0", "+1")
 HELD_OUT = "held-out episodes, which never train world or reward model"
-UNCORRECTED = " The table has its answers before the correction for its draws that dreams, film and `play` apply."
+UNCORRECTED = " The table has its answers before the correction for the draws; dreams, film and play correct them."
 FRESH = "the steps that an epoch collected, before anything was trained on them"
 
 
@@ -61,12 +61,18 @@ def _dream(run: Run) -> Html:
                 _curve("whole frames", measured, "frames", 2),
             ],
             x_label="epoch",
-            caption=f"Share, on {steps}.",
+            caption=f"Share, on {steps}. {_repeated(measured[-1][1])}",
         )
         for steps, measured in _judged(run, "world").items()
     ]
     film = _film(run.path / "media" / "dream.gif")
     return Html(film + (grid(shown) if shown else "")) if film or shown else Html("")
+
+
+def _repeated(last: dict[str, Any]) -> str:
+    """What the share of right pixels is worth: most of them never change."""
+    told, repeated = (f"{100 * _number(last.get(key)):.2f} %" for key in ("pixels", "still_pixels"))
+    return f"In the last epoch the model has {told} of all pixels right, repeating the last frame {repeated}."
 
 
 def _film(path: Path) -> Html:
@@ -125,26 +131,17 @@ def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -
     )
     paid = charts.lines("Rewards explained", [_curve("", measured, "explained", 0)], x_label="epoch")
     curves = [
-        charts.lines(
-            f"Steps with reward {sign}: {kind}",
-            [_rates("", measured, name, kind)],
-            x_label="epoch",
-        )
+        charts.lines(f"Steps with reward {sign}: {kind}", [rates], x_label="epoch")
         for sign, name in (("+1", "positive"), ("-1", "negative"))
         for kind in ("recall", "precision")
-        if any(_count(found, name) for _, found in measured)
+        if np.isfinite((rates := _rates(measured, name, kind)).y).any()
     ]
     return Html(table(head, rows) + note + (grid([paid, *curves]) if curves else ""))
 
 
-def _count(found: dict[str, Any], name: str) -> float:
-    known = finite(found["classes"][name]["count"])
-    return known or 0.0
-
-
-def _rates(label: str, measured: list[tuple[int, dict[str, Any]]], name: str, kind: str) -> charts.Series:
+def _rates(measured: list[tuple[int, dict[str, Any]]], name: str, kind: str) -> charts.Series:
     values = [_number(found["classes"][name][kind]) for _, found in measured]
-    return charts.Series(label, np.array([float(i) for i, _ in measured]), np.array(values))
+    return charts.Series("", np.array([float(i) for i, _ in measured]), np.array(values))
 
 
 # --- real steps, seconds
