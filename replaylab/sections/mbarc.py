@@ -131,10 +131,10 @@ def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -
     )
     paid = charts.lines("Rewards explained", [_curve("", measured, "explained", 0)], x_label="epoch")
     curves = [
-        charts.lines(f"Steps with reward {sign}: {kind}", [rates], x_label="epoch")
+        charts.lines(f"Steps with reward {sign}: {kind}", [curve], x_label="epoch")
         for sign, name in (("+1", "positive"), ("-1", "negative"))
         for kind in ("recall", "precision")
-        if np.isfinite((rates := _rates(measured, name, kind)).y).any()
+        if np.isfinite((curve := _rates(measured, name, kind)).y).any()
     ]
     return Html(table(head, rows) + note + (grid([paid, *curves]) if curves else ""))
 
