@@ -282,6 +282,9 @@ def test_held_out_episodes_never_train(monkeypatch, settings):
         whole = agent.replay.host["valid"] & np.isin(agent.replay.host["segments"], agent.held)
         assert found["steps"] == whole.sum() == sum(map(sum, found["confusion"]))
         assert set(before) <= set(agent.held)  # what is held stays so
+        starts, length = agent.replay.windows(5)  # of the film
+        filmed = agent.replay.host["segments"].reshape(-1)[starts]
+        assert length == 5 and not set(filmed.tolist()) & set(agent.held.tolist())
         before = agent.held
         assert not trained & set(agent.held.tolist())  # whenever it was drawn
         assert 0.05 <= whole.sum() / len(agent.replay) < 0.12

@@ -45,6 +45,7 @@ def test_report_sections(tmp_path):
     )
     assert "No episode was held out" not in rewards
     assert "before the correction" in rewards
+    assert "that it was trained on" in found["Dream and reality"]  # held-out steps are in no window: test_mbarc.py
     assert "Share, on held-out episodes" in found["Dream and reality"]
     repeated = f"{held['held_out']['still_pixels']:.2%}".replace("%", " %")
     assert f"repeating the last frame {repeated}" in found["Dream and reality"]

@@ -85,7 +85,8 @@ def _film(path: Path) -> Html:
     return Html(
         f'<figure><img alt="reality left, dream right" src="{source}">'
         "<figcaption>Left what happened, right what the world model dreams from the same four frames with the same "
-        "actions. A green bar: a reward; a red one: a negative reward.</figcaption></figure>"
+        "actions, in a stretch that it was trained on. A green bar: a reward; a red one: a negative reward."
+        "</figcaption></figure>"
     )
 
 
