@@ -55,6 +55,16 @@ def test_reset_and_skip_as_written_down_frame_by_frame():
     assert reward < 0  # it lost points, so rewards were compared
 
 
+def test_idling_does_nothing_in_games_that_always_act():
+    game, ale = Game("backgammon"), plain_emulator("backgammon")  # its first action is FIRE
+    assert [action.name for action in game.actions] == ["NOOP", "FIRE", "RIGHT", "LEFT"]
+    stack = game.reset(seed=0)
+    idle = game.frames - 4 * 5
+    for action in [0] * idle + [1] * 4 + [3] * 4 + [0] * 12:  # the emulator's own: RIGHT is its fourth
+        ale.act(action)
+    assert (stack[-1] == ale.getScreen()[::2, ::2] >> 1).all() and (ale.getRAM() == game.ale.getRAM()).all()
+
+
 def test_noops_are_spread_over_1_to_8_and_depend_on_the_seed_alone():
     game = Game("freeway")  # no FIRE
     counts, last = [], 0

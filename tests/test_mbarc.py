@@ -156,6 +156,8 @@ def test_out_of_memory_names_the_setting(monkeypatch):
         policy.hook(0)
     with pytest.raises(UsageError, match="there is too little memory for what the policy learns from: lower --agents"):
         make_agent(agents=10**9)  # what a CPU's allocator says
+    for name in ("world_batch", "reward_batch"):
+        refused("memory for the batches: lower --world-batch or --reward-batch", **{name: 10**12})
     monkeypatch.setattr(mbarc, "FrameReplay", burst)
     with pytest.raises(UsageError, match="the GPU has too little memory for the replay: lower --collect-steps or --ep"):
         agent.phases(env_id)
@@ -280,6 +282,9 @@ def test_held_out_episodes_never_train(monkeypatch, settings):
         whole = agent.replay.host["valid"] & np.isin(agent.replay.host["segments"], agent.held)
         assert found["steps"] == whole.sum() == sum(map(sum, found["confusion"]))
         assert set(before) <= set(agent.held)  # what is held stays so
+        starts, length = agent.replay.windows(5)  # of the film
+        filmed = agent.replay.host["segments"].reshape(-1)[starts]
+        assert length == 5 and not set(filmed.tolist()) & set(agent.held.tolist())
         before = agent.held
         assert not trained & set(agent.held.tolist())  # whenever it was drawn
         assert 0.05 <= whole.sum() / len(agent.replay) < 0.12

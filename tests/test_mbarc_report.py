@@ -45,7 +45,11 @@ def test_report_sections(tmp_path):
     )
     assert "No episode was held out" not in rewards
     assert "before the correction" in rewards
+    assert "that it was trained on" in found["Dream and reality"]  # held-out steps are in no window: test_mbarc.py
     assert "Share, on held-out episodes" in found["Dream and reality"]
+    repeated = f"{held['held_out']['still_pixels']:.2%}".replace("%", " %")
+    assert f"repeating the last frame {repeated}" in found["Dream and reality"]
+    assert "reward -1: recall" in rewards and "reward -1: precision" not in rewards  # it never told one
     assert "-7.25 (3)" in found["Real steps and time"] and "1 min 10 s" in found["Real steps and time"]
     assert "Real play" in found["Real steps and time"] and "6 games in all" in found["Real steps and time"]
     assert "over the budget" not in found["Real steps and time"]

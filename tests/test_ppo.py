@@ -143,6 +143,28 @@ def test_the_end_of_a_stretch_is_bootstrapped_once():
     assert ppo.cursor.item() == 0
 
 
+class Counting:
+    """Two games that show how many steps they are old. The first is cut off after two, the second ends after two."""
+
+    def reset(self, seed=None, options=None):
+        self.age = np.zeros(2) if options is None else np.where(options["reset_mask"], 0, self.age)
+        return self.age[:, None], {}
+
+    def step(self, actions):
+        self.age = self.age + 1
+        over = self.age == 2
+        return self.age[:, None], np.ones(2), over & [False, True], over & [True, False], {}
+
+
+def test_a_game_that_is_cut_off_is_bootstrapped_where_it_stands():
+    config = Config(gamma=0.5, ppo_epochs=1, ppo_lr=1e-30)
+    ppo = PPO(Fixed(), config, 3, 2, (1,), torch.float32, CPU)
+    assert train_vector(ppo, Counting(), 1, CPU) == [2.0, 2.0]
+    assert ppo.rewards.tolist() == [[1, 1], [1 + 0.5 * 2, 1], [1, 1]]  # its last state is worth 2; what ended, nothing
+    assert ppo.ended.tolist() == [[0, 0], [1, 1], [0, 0]]  # a new game's value counts for neither
+    assert ppo.observations[:, :, 0].tolist() == [[0, 0], [1, 1], [0, 0], [1, 1]]
+
+
 def test_solves_cartpole():
     envs = pytest.importorskip("replaylab.envs")
     torch.manual_seed(0)

@@ -135,7 +135,7 @@ class Agent(nn.Module):
         from replaylab import envs
         from replaylab.envs import atari_rgb
 
-        config, batch = self.config, self.config.world_batch
+        config = self.config
         check(config)
         env = envs.make_vec(env_id, config.games)
         rows = int(ROOM * counters(config)["real_steps"] / config.games) + 64
@@ -151,9 +151,10 @@ class Agent(nn.Module):
             raise UsageError(f"{config.budget:,} real steps do not pay for the start of the games: raise --budget")
         self.held = np.zeros(0, np.int64)  # held-out episodes: they measure the models and never train them
         self.windows = Table(config.games * rows, self.device)
-        self.walk = {name: self._zeros(batch) for name in ("rows", "left", "limit")}
+        with memory("the batches", "world-batch", "reward-batch"):
+            self.walk = {name: self._zeros(config.world_batch) for name in ("rows", "left", "limit")}
+            self.shown = self._zeros(max(epoch["reward"] for epoch in plan(config)), config.reward_batch)
         self.walk_on = fused(self._walk_on, self.device.type == "cuda")
-        self.shown = self._zeros(max(epoch["reward"] for epoch in plan(config)), config.reward_batch)
         expected = config.dream_rewards == "expected" and not self.original
         self.dream = Dream(self.copy, self.replay, config.agents, config.rollout, config.from_start, expected)
         self.dreaming = Graph(self._dream_on, self.device)

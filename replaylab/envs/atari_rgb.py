@@ -90,7 +90,8 @@ class Game:
         self.ale.reset_game()
         self.restored = ale_py.ALEState
         self.fresh = self.ale.cloneState(include_rng=True)  # so that a game depends only on its seed and its actions
-        self.actions = list(self.ale.getMinimalActionSet())
+        # two games act in every frame: idling takes NOOP, which they lack
+        self.actions = list(dict.fromkeys([ale_py.Action.NOOP, *self.ale.getMinimalActionSet()]))
         self.fire = "FIRE" in [action.name for action in self.actions]
         self.pool, self.noops = pool, noops
         self.stack = np.zeros((STACK, *SHAPE), np.uint8)

@@ -221,7 +221,7 @@ class World(nn.Module):
         frames: Tensor,
         actions: Tensor,
         next_frame: Tensor,
-        value_target: Tensor,  # NaN where it is not known
+        value_target: Tensor,
         continue_target: Tensor,
         epsilon: Tensor,
         reward_target: Tensor | None = None,
@@ -235,10 +235,9 @@ class World(nn.Module):
         logits = self._pixel_logits(found.x_fin).float()
         target = self._pixels_last(next_frame).long()
         surprise = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
-        off = torch.where(value_target.isfinite(), found.value - value_target.nan_to_num(), 0.0)
         parts = {
             "pixel": (surprise - LOSS_FLOOR).clamp(min=0).mean(),
-            "value": off.square().mean() * (1.0 if self.original else VALUE_WEIGHT),
+            "value": F.mse_loss(found.value, value_target) * (1.0 if self.original else VALUE_WEIGHT),
             "prior": found.prior_loss * PRIOR_WEIGHT,
         }
         if self.going is not None:

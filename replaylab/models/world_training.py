@@ -110,7 +110,7 @@ class RunningMean:
 
 
 class WorldTrainer:
-    """Batches hold `frames` (batch, stack, h, w), `actions`, `next_frames`, `values` (NaN: unknown), `continues`,
+    """Batches hold `frames` (batch, stack, h, w), `actions`, `next_frames`, `values`, `continues`,
     `rewards`, and `first`: (batch,) booleans, true where a sequence starts and its real frames are loaded.
     (In rgb, frames are (batch, 3 stack, h, w) and next frames (batch, 3, h, w).)"""
 

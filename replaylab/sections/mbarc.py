@@ -16,7 +16,7 @@ from replaylab.sections.common import percent, readable
 LARGEST_FILM = 20 << 20
 REWARDS = ("-1", "0", "+1")
 HELD_OUT = "held-out episodes, which never train world or reward model"
-UNCORRECTED = " The table has its answers before the correction for its draws that dreams, film and `play` apply."
+UNCORRECTED = " The table has its answers before the correction for the draws; dreams, film and play correct them."
 FRESH = "the steps that an epoch collected, before anything was trained on them"
 
 
@@ -53,12 +53,18 @@ def _dream(run: Run) -> Html:
                 _curve("whole frames", measured, "frames", 2),
             ],
             x_label="epoch",
-            caption=f"Share, on {steps}.",
+            caption=f"Share, on {steps}. {_repeated(measured[-1][1])}",
         )
         for steps, measured in _judged(run, "world").items()
     ]
     film = _film(run.path / "media" / "dream.gif")
     return Html(film + (grid(shown) if shown else "")) if film or shown else Html("")
+
+
+def _repeated(last: dict[str, Any]) -> str:
+    """What the share of right pixels is worth: most of them never change."""
+    told, repeated = (f"{100 * or_nan(last.get(key)):.2f} %" for key in ("pixels", "still_pixels"))
+    return f"In the last epoch the model has {told} of all pixels right, repeating the last frame {repeated}."
 
 
 def _film(path: Path) -> Html:
@@ -71,7 +77,8 @@ def _film(path: Path) -> Html:
     return Html(
         f'<figure><img alt="reality left, dream right" src="{source}">'
         "<figcaption>Left what happened, right what the world model dreams from the same four frames with the same "
-        "actions. A green bar: a reward; a red one: a negative reward.</figcaption></figure>"
+        "actions, in a stretch that it was trained on. A green bar: a reward; a red one: a negative reward."
+        "</figcaption></figure>"
     )
 
 
@@ -114,10 +121,10 @@ def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -
     curves = []
     for sign, name in (("+1", "positive"), ("-1", "negative")):
         of_class = [(i, found["classes"][name]) for i, found in measured]
-        if any(finite(found["count"]) for _, found in of_class):
-            for kind in ("recall", "precision"):
-                title = f"Steps with reward {sign}: {kind}"
-                curves.append(charts.lines(title, [_curve("", of_class, kind, 0)], x_label="epoch"))
+        for kind in ("recall", "precision"):
+            curve = _curve("", of_class, kind, 0)
+            if np.isfinite(curve.y).any():
+                curves.append(charts.lines(f"Steps with reward {sign}: {kind}", [curve], x_label="epoch"))
     return Html(table(head, rows) + about + (grid([paid, *curves]) if curves else ""))
 
 
