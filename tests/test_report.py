@@ -424,6 +424,9 @@ def test_a_score_is_held_against_the_data(tmp_path, data_summary):
     assert f"logs/hopper.npz: normalised score {mean:.1f} on average, {best:.1f} at best." in page
     other = make_run(tmp_path / "b", [evaluation(9, 0, [1.0], env="reacher2d")], data_summary, env="reacher2d")
     assert "For comparison" not in report(other, tmp_path / "page.html").read_text()
+    nowhere = data_summary | {"env_id": None}  # nobody knows that it is from where `eval --env` played
+    played = make_run(tmp_path / "c", [evaluation(9, 0, [1.0], env="Pendulum-v1")], nowhere, env=None)
+    assert "For comparison" not in report(played, tmp_path / "page.html").read_text()
 
 
 def test_what_training_noted_is_no_warning(tmp_path):

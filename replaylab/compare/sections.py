@@ -12,7 +12,7 @@ import numpy as np
 from replaylab import charts, stats
 from replaylab.compare.gather import Comparison, Entry, hours
 from replaylab.compare.tables import amount, neighbours, no_scores, protocols, published_cells, remark, score
-from replaylab.page import Html, count, details, duration, escape, grid, number, span, table, warning_list
+from replaylab.page import Html, count, details, duration, escape, grid, moment, number, span, table, warning_list
 from replaylab.published import Published
 from replaylab.results import Run, finite, text
 
@@ -223,7 +223,7 @@ def _cost_row(run: Run, spent: float | None, gpu: bool, out: Path) -> list[Html 
         text(machine.get("device") or "–") if isinstance(machine, dict) else "–",
         str(len(seeds)) if isinstance(seeds, list) else "–",
         number(run.step),
-        number(finite(run.info.get("parameters"))),
+        "–" if (size := finite(run.info.get("parameters"))) is None else f"{size:,.0f}",
         Html(f'<span class="status {known}">{escape(status)}</span>'),
-        text(run.info.get("finished") or "–"),
+        moment(run.info.get("finished")),
     ]
