@@ -219,7 +219,8 @@ th:first-child{background:var(--bg)}
 small{color:var(--muted);font-weight:400}
 section>:last-child{margin-bottom:0}
 .wide{white-space:normal;overflow-wrap:anywhere;min-width:11em;display:block}
-.facts{display:grid;grid-template-columns:fit-content(45%) minmax(0,1fr);gap:3px 18px;margin:8px 0 14px;font-size:.94rem}
+.facts{display:grid;grid-template-columns:fit-content(45%) minmax(0,1fr);gap:3px 18px;margin:8px 0 14px;
+font-size:.94rem}
 .facts dt{color:var(--muted)}
 .facts dd{margin:0;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
 .hero{display:flex;align-items:baseline;gap:12px;font-size:2.4rem;font-weight:650;line-height:1.15;letter-spacing:-.02em;
