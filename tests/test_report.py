@@ -451,3 +451,9 @@ def test_curves_say_what_they_show(tmp_path):
     page = report(make_run(tmp_path / "a", [], metrics=metrics), tmp_path / "page.html").read_text()
     assert "Weight of the policy&#x27;s entropy beside the reward. One seed." in page
     assert "<figcaption>One seed.</figcaption>" in page
+
+
+def test_noise_is_told_in_words(tmp_path):
+    noisy = evaluation(9, 0, [1.0], noise={"action_scale": 0.5, "action_rate": 1.0})
+    run = make_run(tmp_path / "a", [evaluation(9, 0, [2.0]), noisy])
+    assert [row["label"] for row in summarize_runs(run)] == ["", "noise action_scale 0.5, noise action_rate 1"]
