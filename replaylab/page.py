@@ -230,11 +230,13 @@ th:first-child{background:var(--bg)}
 small{color:var(--muted);font-weight:400}
 section>:last-child{margin-bottom:0}
 .wide{white-space:normal;overflow-wrap:anywhere;min-width:11em;display:block}
-.facts{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:3px 18px;margin:8px 0 14px;font-size:.94rem}
+.facts{display:grid;grid-template-columns:fit-content(45%) minmax(0,1fr);gap:3px 18px;margin:8px 0 14px;
+font-size:.94rem}
 .facts dt{color:var(--muted)}
 .facts dd{margin:0;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
-.hero{font-size:2.4rem;font-weight:650;line-height:1.15;letter-spacing:-.02em;margin:2px 0}
-.hero small{font-size:1.05rem;font-weight:400;letter-spacing:0}
+.hero{display:flex;align-items:baseline;gap:12px;font-size:2.4rem;font-weight:650;line-height:1.15;letter-spacing:-.02em;
+overflow-wrap:break-word;margin:2px 0}
+.hero small{font-size:1.05rem;font-weight:400;line-height:1.4;letter-spacing:0}
 .warnings{list-style:none;margin:8px 0 14px;padding:0;display:grid;gap:6px}
 .warnings li{background:var(--warn-bg);color:var(--warn);border-radius:8px;padding:7px 12px;font-size:.88rem;
 overflow-wrap:anywhere}

@@ -152,7 +152,7 @@ def _in_the_data(runs: Iterable[Run]) -> list[str]:
         data, env = dictionary(run.info.get("data")), run.config.get("env")
         returns, known = dictionary(data.get("return")), dictionary(data.get("normalized_return"))
         mean, best = finite(returns.get("mean")), finite(returns.get("max"))
-        if mean is None or best is None or data.get("env_id") != env:
+        if mean is None or best is None or env is None or data.get("env_id") != env:
             continue
         low, high = finite(known.get("random")), finite(known.get("expert"))
         kind = "return"

@@ -180,7 +180,7 @@ def _read_evaluations(lines: list[dict[str, Any]], run: Run) -> list[Evaluations
     differing = differences([g.settings for g in groups])[1]
     for group in groups:
         shown = {k: group.settings[k] for k in differing if k in group.settings}
-        group.label = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {text(v)}" for k, v in shown.items())
+        group.label = settings_text(shown)
     return groups
 
 
@@ -253,6 +253,13 @@ def why_unscored(envs: Iterable[Any]) -> str:
     if any(known) or not known:
         return "No evaluation has finished yet."
     return "No environment was given: nothing was evaluated. `replaylab assess RUN` says what the log alone can tell."
+
+
+def settings_text(settings: dict[str, Any]) -> str:
+    """'target 3600, noise action_scale 0.1'."""
+    flat = {f"{k} {name}": v for k, given in settings.items() if isinstance(given, dict) for name, v in given.items()}
+    settings = {k: v for k, v in settings.items() if not isinstance(v, dict)} | flat
+    return ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {text(v)}" for k, v in settings.items())
 
 
 def text(value: Any) -> str:

@@ -177,6 +177,7 @@ def test_a_system_with_tasks_of_its_own_does_not_hide_the_aggregates(tmp_path):
     text = Page(compare(tmp_path / "s", tmp_path / "c.html", reports=False).read_text()).text
     assert "Probability of improvement" in text and "Without mopo: not evaluated on a, or" in text and "1 task," in text
     assert "Without the tasks b: no normalised scores" in text and "Parameters, all seeds" in text
+    assert "1,234finished2026-01-03 03:04" in text
 
 
 def test_plain_runs_are_told_apart_by_what_differs(tmp_path):

@@ -117,6 +117,8 @@ def test_the_threshold_of_a_known_robot_is_gormpos():
         assert sparsify(renamed, "pca-quadrant").meta["damage"][0]["params"]["threshold"] == threshold
     with pytest.raises(UsageError, match="no threshold for 'Swimmer-v5': pass threshold"):
         sparsify(replace(line(), meta={"env_id": "Swimmer-v5"}), "pca-quadrant")
+    with pytest.raises(UsageError, match="no threshold for data that names no environment: pass"):
+        sparsify(replace(line(), meta={}), "pca-quadrant")
 
 
 def test_pca_quadrant_keeps_one_in_a_hundred_and_repeats():

@@ -118,6 +118,8 @@ def test_columns_can_be_told_for_flat_arrays(tmp_path):
         parse_columns(["observation=x"])
     with pytest.raises(UsageError, match="ROLE=NAME"):
         parse_columns(["observations"])
+    with pytest.raises(UsageError, match="names observations twice: give all of them at once"):
+        parse_columns(["observations=x", "observations=y"])  # the second took the place of the first
 
 
 def test_npz_never_unpickles(tmp_path):

@@ -208,6 +208,16 @@ def test_support_of_known_policies():
     assert states["held_out_beyond"] == pytest.approx(0.05, abs=0.03) and states["imagined_beyond"] == [1.0]
 
 
+def test_support_is_that_of_the_log_an_estimate_is_made_from():
+    """A policy that does what its training log did has none where people have changed what they do since."""
+    before = habits()
+    since = dataclasses.replace(habits(seed=1), actions=-before.actions.clip(0.3, 0.9))
+    spaces, policy = Spaces.of(before), before.actions.clip(0.3, 0.9)
+    train, held = Log(before, spaces, CPU, 1), Log(since, spaces, CPU, 1)
+    found = support(held, train, {0: table_of(held, torch.as_tensor(policy))}, spaces, 900, 10, None)
+    assert found["policies"][0]["beyond_99"] == 1 and found["data"]["beyond_99"] < 0.02
+
+
 def test_neighbours_are_the_nearest_of_other_episodes():
     log = habits(4)
     log.observations[:] = log.observations * 7 + 3  # the scale of a column must not matter

@@ -424,6 +424,9 @@ def test_a_score_is_held_against_the_data(tmp_path, data_summary):
     assert f"logs/hopper.npz: normalised score {mean:.1f} on average, {best:.1f} at best." in page
     other = make_run(tmp_path / "b", [evaluation(9, 0, [1.0], env="reacher2d")], data_summary, env="reacher2d")
     assert "For comparison" not in report(other, tmp_path / "page.html").read_text()
+    nowhere = data_summary | {"env_id": None}  # nobody knows that it is from where `eval --env` played
+    played = make_run(tmp_path / "c", [evaluation(9, 0, [1.0], env="Pendulum-v1")], nowhere, env=None)
+    assert "For comparison" not in report(played, tmp_path / "page.html").read_text()
 
 
 def test_what_training_noted_is_no_warning(tmp_path):
@@ -448,3 +451,9 @@ def test_curves_say_what_they_show(tmp_path):
     page = report(make_run(tmp_path / "a", [], metrics=metrics), tmp_path / "page.html").read_text()
     assert "Weight of the policy&#x27;s entropy beside the reward. One seed." in page
     assert "<figcaption>One seed.</figcaption>" in page
+
+
+def test_noise_is_told_in_words(tmp_path):
+    noisy = evaluation(9, 0, [1.0], noise={"action_scale": 0.5, "action_rate": 1.0})
+    run = make_run(tmp_path / "a", [evaluation(9, 0, [2.0]), noisy])
+    assert [row["label"] for row in summarize_runs(run)] == ["", "noise action_scale 0.5, noise action_rate 1"]

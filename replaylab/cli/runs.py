@@ -19,6 +19,7 @@ from replaylab.data.read import TOYS
 from replaylab.errors import ReplaylabError, UsageError
 from replaylab.evaluate import pick_device
 from replaylab.page import count
+from replaylab.results import settings_text
 from replaylab.run import RunFolder
 
 DETECTED = "AUROC {auroc:.3f}, {tpr:.1%} of shifted rows found, {tnr:.1%} of real rows left alone"
@@ -294,20 +295,14 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
+    label = f" ({shown})" if (shown := settings_text(row["settings"])) else ""
     interval = "" if row["low"] is None else f" [{row['low']:.1f}, {row['high']:.1f}]"
     error = "" if row["error"] is None else f" ± {row['error']:.1f} s.e."
     return (
-        f"{row['run']}{_label(row['settings'])}: {row['env']} {row['score']} {row['mean']:.1f}{error}, "
+        f"{row['run']}{label}: {row['env']} {row['score']} {row['mean']:.1f}{error}, "
         f"IQM {row['iqm']:.1f}{interval}, raw return {row['return']:.1f}, "
         f"length {row['length']:.0f}; {count(row['seeds'], 'seed')}, {count(row['episodes'], 'episode')}"
     )
-
-
-def _label(settings: dict[str, Any]) -> str:
-    flat = {f"{k} {name}": v for k, given in settings.items() if isinstance(given, dict) for name, v in given.items()}
-    settings = {k: v for k, v in settings.items() if not isinstance(v, dict)} | flat
-    shown = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in settings.items())
-    return f" ({shown})" if shown else ""
 
 
 def _sweep(args: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from replaylab.compare.tables import protocol, told_as
 from replaylab.errors import UsageError
 from replaylab.page import check_suffix, count, duration, number, plus_minus, span, write_page
 from replaylab.published import ORIGINALS, published
-from replaylab.results import BROKEN, text
+from replaylab.results import BROKEN, settings_text, text
 
 OPENING = """# Results
 
@@ -165,17 +165,13 @@ def _run(result: dict[str, Any]) -> list[str]:
         return [result["row"], _settings(result), f"not evaluated{cut}", "", "", "", *_cost(result)]
     score = _ordered(result)[0]
     cut = cut and f" (step {min(line['step'] for line in score['last']):,}, {result['status']})"
-    name = ", ".join([result["row"], *([_acting(score)] if score["settings"] else [])])
+    name = ", ".join([result["row"], *([settings_text(score["settings"])] if score["settings"] else [])])
     last, *more = _score(score)
     return [name, _settings(result), last + cut, *more, *_cost(result)]
 
 
 def _others(result: dict[str, Any]) -> list[list[str]]:
-    return [[result["name"], _acting(score), *_score(score)] for score in _ordered(result)[1:]]
-
-
-def _acting(score: dict[str, Any]) -> str:
-    return ", ".join(f"{k} {_plain(v)}" for k, v in score["settings"].items())
+    return [[result["name"], settings_text(score["settings"]), *_score(score)] for score in _ordered(result)[1:]]
 
 
 def _score(score: dict[str, Any]) -> list[str]:

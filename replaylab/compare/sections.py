@@ -19,6 +19,7 @@ from replaylab.page import (
     duration,
     escape,
     grid,
+    moment,
     note,
     number,
     span,
@@ -230,7 +231,7 @@ def _cost_row(run: Run, spent: float | None, gpu: bool, out: Path) -> list[Html 
         text(machine.get("device") or "–") if isinstance(machine, dict) else "–",
         str(len(seeds)) if isinstance(seeds, list) else "–",
         number(run.step),
-        number(finite(run.info.get("parameters"))),
+        "–" if (size := finite(run.info.get("parameters"))) is None else f"{size:,.0f}",
         status_word(str(run.info.get("status") or "unknown")),
-        text(run.info.get("finished") or "–"),
+        moment(run.info.get("finished")),
     ]

@@ -216,7 +216,8 @@ def _default_threshold(episodes: Episodes) -> float:
     for family, threshold in THRESHOLDS.items():
         if family in words:
             return threshold
+    what = f"'{episodes.env_id}'" if episodes.env_id else "data that names no environment"
     raise UsageError(
-        f"pca-quadrant has no threshold for '{episodes.env_id}': pass threshold=L, the first component of the "
+        f"pca-quadrant has no threshold for {what}: pass threshold=L, the first component of the "
         f"observations below which rows are removed; known: {', '.join(THRESHOLDS)}"
     )

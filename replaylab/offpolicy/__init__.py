@@ -133,8 +133,8 @@ def assess_agent(
     device: torch.device | None = None,
     budget: Budget = FULL,
 ) -> dict[str, Any]:
-    """The same for an agent in memory. `train`: what it was trained on, where similar states are looked for; without
-    it they are looked for in `episodes`, and whether the policy has seen those is not known."""
+    """The same for an agent in memory. `train`: what it was trained on; without it, whether the policy has seen
+    `episodes` and how far their states lie from those it learnt from is not known."""
     began, device = time.monotonic(), device or torch.device("cpu")
     gamma = gamma if gamma is not None else float(getattr(agent.config, "gamma", 0.99))
     if not isinstance(gamma, Real) or not 0 <= gamma < 1:

@@ -50,16 +50,17 @@ class Neighbours:
 def support(
     log: Log, train: Log, tables: dict[Any, Tensor], spaces: Spaces, queries: int, k: int, imagined: Tensor | None
 ) -> dict[str, Any]:
-    """How far the actions of each policy are from those logged in similar states, beside logged actions."""
+    """How far the actions of each policy are from those logged in similar states, beside logged actions. Similar states
+    are those of `log`, which a fitted Q learns from: where it has no such action, that Q guesses, whatever `train` has.
+    How far states lie apart is told of `train`, which a policy and its world model learnt from."""
     device, same = log.device, log is train
     rows = torch.as_tensor(np.random.default_rng(1).permutation(len(log.place))[:queries], device=device)
-    owners = torch.as_tensor(log.episodes.episode_ids, device=device)[rows]
-    neighbours = Neighbours(train, k)
-    distance, near = neighbours.find(log.states[log.place[rows]], owners if same else torch.full_like(owners, -1))
-    _, scale = train.standard(train.actions)
+    neighbours = Neighbours(log, k)
+    _, near = neighbours.find(log.states[log.place[rows]], neighbours.owner[rows])
+    _, scale = log.standard(log.actions)
 
     def away(actions: Tensor) -> np.ndarray:  # (queries, action) -> (queries,)
-        return ((actions[:, None] - train.actions[near]) / scale).norm(dim=-1).amin(1).cpu().numpy()
+        return ((actions[:, None] - log.actions[near]) / scale).norm(dim=-1).amin(1).cpu().numpy()
 
     usual = away(log.actions[rows])
     thresholds = np.zeros(2) if log.choices else np.quantile(usual, [0.95, 0.99])
@@ -67,7 +68,6 @@ def support(
     found: dict[str, Any] = {
         "k": neighbours.k,
         "queries": len(rows),
-        "reference_rows": len(train.place),
         "data": _away(usual, thresholds) | {"at_edge": _at_edge(log.actions[rows], spaces)},
         "policies": [
             {"seed": name} | _away(away(a), thresholds) | {"at_edge": _at_edge(a, spaces)} for name, a in taken.items()
@@ -78,14 +78,19 @@ def support(
     }
     # what is usual is how far the states of one episode are from those of others
     if (not same or imagined is not None) and train.episodes.num_episodes > 1:
+        neighbours = neighbours if same else Neighbours(train, k)
         own = torch.as_tensor(np.random.default_rng(2).permutation(len(train.place))[:queries], device=device)
         usual_states, _ = neighbours.find(train.states[train.place[own]], neighbours.owner[own])
         limit = float(usual_states.quantile(0.95))
-        outside = None if same else float((distance > limit).float().mean())
+
+        def beyond(states: Tensor) -> float:
+            distance, _ = neighbours.find(states, torch.full((len(states),), -1, device=device))
+            return float((distance > limit).float().mean())
+
+        outside = None if same else beyond(log.states[log.place[rows]])
         found["states"] = {"threshold": limit, "held_out_beyond": outside}
         if imagined is not None:
-            far = [neighbours.find(s, torch.full((len(s),), -1, device=device))[0] > limit for s in imagined]
-            found["states"]["imagined_beyond"] = [float(f.float().mean()) for f in far]
+            found["states"]["imagined_beyond"] = [beyond(s) for s in imagined]
     return found
 
 

@@ -46,7 +46,7 @@ def _judged(run: Run, phase: str) -> dict[str, list[tuple[int, dict[str, Any]]]]
 def _dream(run: Run) -> Html:
     shown = [
         charts.lines(
-            "Next frames told right",
+            "Next frames predicted right",
             [
                 _curve("all pixels", measured, "pixels", 0),
                 _curve("pixels that changed", measured, "changed_pixels", 1),
@@ -101,7 +101,7 @@ def _reward(run: Run) -> Html:
 def _rewards(run: Run, steps: str, measured: list[tuple[int, dict[str, Any]]]) -> Html:
     epoch, last = measured[-1]
     matrix = [[int(cell) for cell in row] for row in last["confusion"]]
-    head = ["Reward", *(f"told {name}" for name in REWARDS), "Recall", "Precision"]
+    head = ["Reward", *(f"predicted {name}" for name in REWARDS), "Recall", "Precision"]
     rows = []
     for i, name in enumerate(REWARDS):
         told, true = sum(row[i] for row in matrix), sum(matrix[i])

@@ -48,6 +48,8 @@ def parse_columns(words: Iterable[str]) -> dict[str, list[str]]:
         role, equals, names = word.partition("=")
         if not equals:
             raise UsageError(f"--columns takes ROLE=NAME,NAME, not '{word}'")
+        if role in columns:
+            raise UsageError(f"--columns names {role} twice: give all of them at once, as {role}=NAME,NAME")
         columns[role] = [name for name in names.split(",") if name]
     return check_columns(columns)
 

@@ -33,7 +33,7 @@ def read(path: Path, options: Options) -> Episodes:
     parquet = first_bytes(path, 4) == b"PAR1" or path.suffix.lower() in (".parquet", ".pq")
     names, columns, roles = _parquet(path, options) if parquet else _csv(path, options)
     notes, used = [], set(_used(names, roles))
-    if left := [n for n in names if n not in used]:
+    if left := [n or "''" for n in names if n not in used]:
         notes.append(f"columns left out: {', '.join(left[:10])}{' ...' if len(left) > 10 else ''}")
     observed = roles["observations"] + roles.get("next_observations", [])
     columns |= {n: columns[n].astype(np.float64) for n in observed}  # some of them may have been whole numbers
