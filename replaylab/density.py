@@ -235,7 +235,7 @@ def fit(
         "validation": model.log_prob(validation).mean().item(),
     }
     tests = shifted_tests(model, parts[2], shifts)
-    notes = [*([] if inputs == "sa" else left_out(episodes, "density")), *doubts(kind, tests)]
+    notes = [*([] if inputs == "sa" else left_out(episodes, "density")), *doubts(kind, tests, percentile)]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     model.report |= {"tests": tests, "notes": notes, "seconds": round(time.monotonic() - began, 2)}

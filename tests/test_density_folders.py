@@ -168,6 +168,16 @@ def test_a_model_that_cannot_tell_says_so(tmp_path, capsys):
     assert told.report["notes"] == []
 
 
+def test_a_threshold_that_does_not_hold_for_other_episodes_says_so():
+    rng = np.random.default_rng(0)
+    log = from_rows(rng.normal(size=(1000, 3)), rng.normal(size=(1000, 1)), np.ones(1000), max_episode_steps=50)
+    assert density.fit(log, "kde", inputs="sa", device="cpu").report["notes"] == []
+    *_, unseen = density.split(log, 0)
+    log.observations[np.isin(log.episode_ids, unseen)] += 5
+    (note,) = density.fit(log, "kde", inputs="sa", device="cpu").report["notes"]
+    assert note.startswith("100% of the rows of unseen episodes lie below a threshold meant for 1 %")
+
+
 def test_a_run_of_gormpo_says_that_its_density_cannot_tell(monkeypatch):
     monkeypatch.setattr(density, "default_distances", lambda episodes: [0.0])
     log = wide()

@@ -274,7 +274,7 @@ class Agent(nn.Module):
             return {}
         found = self.density.findings()
         if self.config.density_model is None:  # for a loaded density, `density fit` has said so already
-            self.notes += doubts(found["kind"], found["tests"])
+            self.notes += doubts(found["kind"], found["tests"], found["percentile"])
         return {"density": found}
 
     # --- around a rollout

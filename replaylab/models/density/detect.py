@@ -27,15 +27,22 @@ def detection(log_prob: np.ndarray, labels: np.ndarray, threshold: float) -> dic
     return {"auroc": auroc(-log_prob, labels), "tpr": float(found), "tnr": float(kept), "accuracy": float(accuracy)}
 
 
-def doubts(kind: str, tests: list[dict[str, Any]]) -> list[str]:
-    """A note if a model fails the easiest test, that of the largest shift: a small shift may well look real."""
+def doubts(kind: str, tests: list[dict[str, Any]], percentile: float) -> list[str]:
+    """Notes on a model that fails the easiest test, that of the largest shift (a small one may well look real), or on a
+    threshold, of a percentile of the validation rows, that far more of the unseen real rows lie below."""
     easiest = max(tests, key=lambda test: abs(test["distance"]))
-    if easiest["auroc"] >= 0.6:
-        return []
-    return [
-        f"this {kind} hardly tells shifted rows from real ones (AUROC {easiest['auroc']:.2f} at distance "
-        f"{easiest['distance']:g}): a penalty from it would mean little"
-    ]
+    found = []
+    if easiest["auroc"] < 0.6:
+        found.append(
+            f"this {kind} hardly tells shifted rows from real ones (AUROC {easiest['auroc']:.2f} at distance "
+            f"{easiest['distance']:g}): a penalty from it would mean little"
+        )
+    if (below := 1 - easiest["tnr"]) > max(0.05, percentile / 20):
+        found.append(
+            f"{below:.0%} of the rows of unseen episodes lie below a threshold meant for {percentile:g} %: episodes "
+            "differ, or are few, so a penalty also charges for what the log holds"
+        )
+    return found
 
 
 def binned(log_prob: np.ndarray, labels: np.ndarray | None, threshold: float, bins: int = 40) -> dict[str, Any]:
