@@ -147,12 +147,13 @@ def test_film_shows_reality_and_dream_side_by_side():
     import io
 
     replay = small_replay()
-    scene = dreams.exciting_scene(Stub(), replay, 6)
+    rows = np.flatnonzero(replay.host["valid"])
+    scene = dreams.exciting_scene(Stub(), replay, rows, 6)
     assert scene["real"][:, 0, 0].tolist() == [54, 55, 56, 57, 58, 59]
     assert scene["dream"][:, 0, 0].tolist() == [53, 54, 56, 56, 57, 59]  # the same actions: 0 1 2 0 1 2
     assert scene["real_rewards"].tolist() == [0, 0, 0, 0, 0, -1]
     assert scene["dream_rewards"].tolist() == [0, 1, 0, 0, 1, 0]
-    unlikely = dreams.exciting_scene(Stub(rarity=[-9.0, 0.0, -9.0]), replay, 6)
+    unlikely = dreams.exciting_scene(Stub(rarity=[-9.0, 0.0, -9.0]), replay, rows, 6)
     assert unlikely["dream_rewards"].tolist() == [0] * 6  # the head was shown rewards far too often
     picture = Image.open(io.BytesIO(dreams.film(scene, PALETTE, scale=2)))
     assert picture.size == (2 * (3 + 2 + 3), 2 * (2 + 3))

@@ -249,7 +249,7 @@ def test_held_out_episodes_never_train(monkeypatch, settings):
     monkeypatch.setattr(atari_rgb, "MAX_STEPS", 9)  # many episodes
     sizes = {"games": 8, "random_steps": 160, "collect_steps": 160, "epochs": 4, "world_batch": 32, "reward_batch": 64}
     agent, env_id = make_agent(**sizes | {"world_steps": 60, "reward_steps": 30, "focal": True} | settings)
-    trained, judged, real, judge = set(), [], mbarc.real, mbarc.judge
+    trained, judged, filmed, real, judge = set(), [], [], mbarc.real, mbarc.judge
 
     def training(world, replay, rows):
         trained.update(replay.segments[rows].tolist())
@@ -266,12 +266,15 @@ def test_held_out_episodes_never_train(monkeypatch, settings):
 
     monkeypatch.setattr(mbarc, "real", training)
     monkeypatch.setattr(mbarc, "judge", judging)
+    monkeypatch.setattr(mbarc, "exciting_scene", lambda world, replay, rows: filmed.append(rows))
     for trainer in (agent.world_trainer, agent.reward_trainer):
         monkeypatch.setattr(trainer, "update", update)
     monkeypatch.setattr(agent.world_trainer, "update_teacher", update)
     before = []
     for phase in agent.phases(env_id):
         if phase.name == "policy":
+            phase.finish()
+            assert set(agent.replay.host["segments"].reshape(-1)[filmed[-1]]) == set(agent.held)
             continue
         phase.begin()
         for step in range(phase.steps):
@@ -282,9 +285,6 @@ def test_held_out_episodes_never_train(monkeypatch, settings):
         whole = agent.replay.host["valid"] & np.isin(agent.replay.host["segments"], agent.held)
         assert found["steps"] == whole.sum() == sum(map(sum, found["confusion"]))
         assert set(before) <= set(agent.held)  # what is held stays so
-        starts, length = agent.replay.windows(5)  # of the film
-        filmed = agent.replay.host["segments"].reshape(-1)[starts]
-        assert length == 5 and not set(filmed.tolist()) & set(agent.held.tolist())
         before = agent.held
         assert not trained & set(agent.held.tolist())  # whenever it was drawn
         assert 0.05 <= whole.sum() / len(agent.replay) < 0.12
@@ -322,7 +322,7 @@ def test_interrupted_anywhere_it_ends_the_same(tmp_path, monkeypatch, capsys):
     assert [w["ledger"]["recorded"] for w in world] == [40, 56] and world[1]["fresh"]["steps"] == 16
     judged = [e["held_out"] for phase in ("world", "reward") for e in info["findings"][phase]["epochs"]]
     assert [j["steps"] for j in judged] == [5, 7, 5, 7] and len(judged[0]["episodes"]) == 1
-    assert len(info["findings"]["policy"]["epochs"]) == 2
+    assert len(info["findings"]["policy"]["epochs"]) == 2 and info["findings"]["policy"]["filmed"] == "held out"
     policy = replaylab.load_policy(tmp_path / "whole")
     assert policy.act(np.full((2, 4, 105, 80), 127)).shape == (2,)
     with pytest.raises(UsageError, match="indices of colours, 0 to 127"):

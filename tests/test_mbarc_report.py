@@ -45,7 +45,9 @@ def test_report_sections(tmp_path):
     )
     assert "No episode was held out" not in rewards
     assert "before the correction" in rewards
-    assert "that it was trained on" in found["Dream and reality"]  # held-out steps are in no window: test_mbarc.py
+    assert "that it was trained on" in found["Dream and reality"]
+    filmed = report_run(tmp_path, phases | {"policy": {"epochs": [], "filmed": "held out"}})
+    assert "an episode that was held out" in dict(sections(filmed))["Dream and reality"]
     assert "Share, on held-out episodes" in found["Dream and reality"]
     repeated = f"{held['held_out']['still_pixels']:.2%}".replace("%", " %")
     assert f"repeating the last frame {repeated}" in found["Dream and reality"]

@@ -226,14 +226,14 @@ class Agent(nn.Module):
         """Set where training sequences may start. The original takes only full-length ones that stop before a game's
         end; we also take shorter ones up to the end, so that the model learns how games end."""
         config = self.config
-        self.replay.ahead[torch.as_tensor(self._steps(held=True), device=self.device)] = 0  # no sequence starts there
-        starts, self.longest = self.replay.windows(config.world_rollout, terminals=not self.original)
+        steps = self._steps()
+        starts, self.longest = self.replay.windows(config.world_rollout, steps, terminals=not self.original)
         if self.longest == 0:
             raise DataError("nothing was collected that a world model could be trained on")
         if self.longest < config.world_rollout:
             wanted = f"no game went on for {config.world_rollout} steps"
             self.notes.append(f"{wanted}: the world model's sequences have {self.longest} at most")
-        self.windows.fill(starts if self.original else self._steps())
+        self.windows.fill(starts if self.original else steps)
 
     def _begin_walk(self) -> None:
         self.walk["left"].zero_()
@@ -335,11 +335,12 @@ class Agent(nn.Module):
         if phase != [name for name, steps in plan(self.config)[0].items() if steps][-1]:
             return found
         refresh(self.copy, self.world)
-        scene = exciting_scene(self.copy, self.replay)
+        held = len(self.held) > 0
+        scene = exciting_scene(self.copy, self.replay, self._steps(held))
         made = film(scene, self.palette) if scene else None
         if scene and made is None:
             self.notes.append("no film of the dream: it takes Pillow (pip install pillow)")
-        return found | ({"dream.gif": made} if made else {})
+        return found | ({"dream.gif": made, "filmed": "held out" if held else "trained on"} if made else {})
 
     def _finished(self, phase: str) -> dict[str, Any]:
         """The findings of a phase so far, one entry per epoch."""

@@ -155,10 +155,11 @@ class FrameReplay:
             "continues": (~self.terminal[rows]).float(),
         }
 
-    def windows(self, length: int, terminals: bool = True) -> tuple[np.ndarray, int]:
-        """Rows from which `length` steps stay inside a segment, and the length: where no segment is that long, that
-        of the longest. terminals: such a window may hold the step that ends a game."""
-        ahead = self.ahead.cpu().numpy()
+    def windows(self, length: int, rows: np.ndarray, terminals: bool = True) -> tuple[np.ndarray, int]:
+        """Those of the rows from which `length` steps stay inside a segment, and the length: where no segment is that
+        long, that of the longest. terminals: such a window may hold the step that ends a game."""
+        ahead = np.zeros(len(self.ahead), np.int64)
+        ahead[rows] = self.ahead.cpu().numpy()[rows]
         if not terminals:
             last = self.terminal.cpu().numpy()[np.minimum(np.arange(len(ahead)) + ahead - 1, len(ahead) - 1)]
             ahead = np.where(ahead > 0, ahead - last, 0)

@@ -201,9 +201,11 @@ def _rgb(world: World, frames: Tensor) -> Tensor:  # frames of the world -> (bat
     return world.colours[frames.long()] if world.shape.pixels == "palette" else frames.movedim(1, -1).float()
 
 
-def exciting_scene(world: World, replay: FrameReplay, steps: int = 50) -> dict[str, np.ndarray] | None:
-    """The last stretch of real play with a reward, and the dream of it. None if nothing was played."""
-    starts, length = replay.windows(steps)
+def exciting_scene(
+    world: World, replay: FrameReplay, rows: np.ndarray, steps: int = 50
+) -> dict[str, np.ndarray] | None:
+    """The last stretch with a reward among these real steps, and the dream of it. None if there are none."""
+    starts, length = replay.windows(steps, rows)
     if not length:
         return None
     got = np.concatenate([[0], (replay.host["rewards"].reshape(-1) != 0).cumsum()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,7 @@ def _dream(run: Run) -> Html:
         )
         for steps, measured in _judged(run, "world").items()
     ]
-    film = _film(run.path / "media" / "dream.gif")
+    film = _film(run)
     return Html(film + (grid(shown) if shown else "")) if film or shown else Html("")
 
 
@@ -67,18 +66,21 @@ def _repeated(last: dict[str, Any]) -> str:
     return f"In the last epoch the model has {told} of all pixels right, repeating the last frame {repeated}."
 
 
-def _film(path: Path) -> Html:
+def _film(run: Run) -> Html:
+    path = run.path / "media" / "dream.gif"
     if not path.is_file() or path.stat().st_size > LARGEST_FILM:
         return Html("")
     data = path.read_bytes()
     if not data.startswith((b"GIF87a", b"GIF89a")):
         return Html("")
     source = f"data:image/gif;base64,{base64.b64encode(data).decode()}"
+    phases = map(dictionary, dictionary(run.info.get("findings")).values())
+    held = any(found.get("filmed") == "held out" for found in phases)
     return Html(
         f'<figure><img alt="reality left, dream right" src="{source}">'
         "<figcaption>Left what happened, right what the world model dreams from the same four frames with the same "
-        "actions, in a stretch that it was trained on. A green bar: a reward; a red one: a negative reward."
-        "</figcaption></figure>"
+        f"actions, in {'an episode that was held out' if held else 'a stretch that it was trained on'}. A green bar: a "
+        "reward; a red one: a negative reward.</figcaption></figure>"
     )
 
 
