@@ -39,6 +39,7 @@ class Axis:
     end: float
     log: bool = False
     only: float | None = None  # the one value that there is to tell, if there is but one
+    whole: bool = False  # all values are whole numbers, such as epochs
 
     def at(self, value: Any) -> Any:
         value = np.log10(value) if self.log else np.asarray(value, np.float64)
@@ -55,8 +56,9 @@ class Axis:
             if len(shown) < 2:  # less than two powers in sight
                 shown = [m * 10.0**p for p in range(math.floor(self.low), math.ceil(self.high)) for m in (1, 2, 5)]
             return [(float(self.at(v)), number(v)) for v in shown if self.low <= math.log10(v) <= self.high]
-        power = 10.0 ** math.floor(math.log10(span / count))
-        step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power * count >= span * (1 - 1e-9))
+        power = max(10.0 ** math.floor(math.log10(span / count)), 1.0 if self.whole else 0.0)
+        steps = [m * power for m in (1, 2, 2.5, 5, 10) if not self.whole or m * power % 1 == 0]
+        step = next(step for step in steps if step * count >= span * (1 - 1e-9))
         values = np.arange(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1) * step
         return [(float(self.at(v)), label) for v, label in zip(values, _tick_labels(values, step), strict=True)]
 
@@ -90,7 +92,8 @@ def _axis(values: Any, start: float, end: float, *, pad: float = 0.05, log: bool
         room = 0.1 * abs(low) if abs(low) > TINY else 0.5
         return Axis(low - room, high + room, start, end, log, only)
     room = pad * (high - low)
-    return Axis(low - (room if low or not zero else 0), high + (room if high or not zero else 0), start, end, log)
+    low, high = low - (room if low or not zero else 0), high + (room if high or not zero else 0)
+    return Axis(low, high, start, end, log, whole=not log and bool((values % 1 == 0).all()))
 
 
 def _up_ticks(y: Axis) -> list[tuple[float, str]]:

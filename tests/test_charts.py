@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pytest
 
 from replaylab import charts
 
@@ -34,6 +35,13 @@ def test_one_value_has_one_tick():
     assert shown == ["-80", "54"]
     assert next(text for _, _, text in labels(one([1, 2, 3], [0, 0, 0]))) == "0"
     assert "0.01" in [text for _, _, text in labels(one([1, 2], [0.01, 0.01], log=True))]
+
+
+@pytest.mark.parametrize("count", [2, 5, 40])
+@pytest.mark.parametrize("last", [2, 3, 4, 7, 15, 1000])
+def test_whole_numbers_have_whole_ticks(last, count):
+    found = [label for _, label in charts._axis(range(1, last + 1), 0, 100).ticks(count)]
+    assert found and all(float(label.replace("k", "e3")).is_integer() for label in found)
 
 
 def test_densities_with_the_same_scales():
