@@ -81,7 +81,7 @@ def duration(seconds: Any) -> str:
     """'41 s', '3 min 20 s', '2 h 05 min'."""
     if number(seconds) == "–" or not math.isfinite(seconds):
         return "–"
-    if seconds < 60:
+    if round(seconds) < 60:
         return f"{number(round(seconds, 1 if seconds < 10 else 0))} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"

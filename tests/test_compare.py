@@ -325,7 +325,7 @@ def test_the_format_is_that_of_the_suffix(sweep, tmp_path, capsys):
                 assert [p.name for p in out.parent.iterdir()] == [out.name]
             shutil.rmtree(out.parent)
         assert main(["report", *runs, "--out", str(tmp_path / "r.pdf")]) == 2
-        assert "r.pdf: its name must end in .html" in capsys.readouterr().err
+        assert "r.pdf: its name must end in .html or .md or .csv" in capsys.readouterr().err
     export(one, tmp_path / "results")
     assert main(["report", str(tmp_path / "results"), "--out", str(tmp_path / "r.html")]) == 2
     assert "r.html: its name must end in .md" in capsys.readouterr().err

@@ -324,7 +324,8 @@ def test_numbers_with_their_error():
 
 
 def test_units():
-    assert [duration(s) for s in (0.25, 41.2, 200, 7500, None)] == ["0.2 s", "41 s", "3 min 20 s", "2 h 05 min", "–"]
+    assert [duration(s) for s in (0.25, 41.2, 59.7, 200)] == ["0.2 s", "41 s", "1 min 00 s", "3 min 20 s"]
+    assert [duration(s) for s in (7500, None)] == ["2 h 05 min", "–"]
     assert [size_of(n) for n in (0, 2048, 3.5 * 2**20, 2**43)] == ["0 bytes", "2 KiB", "3.5 MiB", "8 TiB"]
 
 

@@ -333,7 +333,7 @@ def _report(args: argparse.Namespace) -> None:
         print(json.dumps(summarize_runs(args.runs)))
     elif alone and compare.holds_results(first):
         print(f"wrote {compare.write_results(first, out)}")
-    elif (alone and (first / "sweep.json").exists()) or Path(out or "").suffix.lower() in compare.TABLES:
+    elif (alone and (first / "sweep.json").exists()) or (out and Path(out).suffix.lower() != ".html"):
         print(f"wrote {compare.compare(first if alone else args.runs, out)}")
     else:
         print(f"wrote {report(args.runs, out or (first / 'report.html' if alone else 'report.html'))}")
