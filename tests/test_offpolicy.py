@@ -16,7 +16,7 @@ from replaylab.algos import Spaces
 from replaylab.data.episodes import from_rows
 from replaylab.errors import DataError, UsageError
 from replaylab.offpolicy import Budget, assess, assess_agent
-from replaylab.offpolicy.fitted import Folds, Log, some_episodes
+from replaylab.offpolicy.fitted import Folds, Log, fitted_q, some_episodes
 from replaylab.offpolicy.support import Neighbours, support
 
 CPU = torch.device("cpu")
@@ -131,6 +131,18 @@ def test_what_follows_a_cut_is_the_behaviours_not_its_clones():
     log = from_rows(observations[:-1], actions, rewards, ends & False, ends, observations[1:])
     found = assess_agent(Constant(0.3), Spaces.of(log), [0], log, budget=SMALL)
     assert abs(found["fqe"]["data"]["mean"] + 10) < 0.7
+
+
+def test_an_estimate_beyond_all_that_was_fitted_is_not_settled():
+    """r = a in episodes of one row, actions up to 1: nothing was paid that a line through them promises at 3."""
+    rng = np.random.default_rng(0)
+    observations, actions = (rng.uniform(-1, 1, (1000, 1)).astype(np.float32) for _ in range(2))
+    log = from_rows(observations, actions, actions[:, 0], np.ones(1000, bool))
+    rows = Log(log, Spaces.of(log), CPU, 4)
+    tables = {a: torch.full((1, len(rows.states), 1), a) for a in (0.5, 3.0)}
+    near, far = fitted_q(rows, tables, GAMMA, SMALL)["policies"]
+    assert abs(near["mean"] - 0.5) < 0.05 and near["settled"]
+    assert far["mean"] > 1.5 and not far["settled"]
 
 
 def test_discounted_returns_by_hand():
@@ -282,6 +294,18 @@ def test_limits_follow_from_the_numbers():
     own = " ".join(assess_agent(Habit(0.0), Spaces.of(log), [0], log, train=log, budget=TINY)["limits"])
     assert "trained on" in own and "No overlap" not in own
     assert "those that the policy was trained on" not in said
+
+
+def test_a_verdict_needs_a_difference_beyond_every_doubt():
+    fqe = {"calibration": {"error": -0.3, "good": True}, "behaviour": {"settled": True}}
+
+    def said(low, spread, settled=True, beyond=0.5):
+        policy = {"gain": {"low": low, "high": low + 1, "spread": spread}, "settled": settled}
+        return offpolicy.verdict(policy, {"beyond_99": beyond}, fqe)
+
+    assert said(2.4, 1.0) == "better" and said(-3.4, 1.0) == "worse"
+    assert said(2.2, 1.0) == said(-3.2, 1.0) == "unclear"  # two spreads and the check's miss are 2.3
+    assert said(2.4, 1.0, settled=False) == said(2.4, 1.0, beyond=0.51) == "unclear"
 
 
 def test_a_world_model_is_asked():

@@ -220,10 +220,11 @@ def fitted_q(log: Log, tables: dict[Any, Tensor], gamma: float, budget: Budget) 
     weight = gamma ** e.lengths.astype(np.float64) * cut  # (episodes,) of what would have followed a cut
     completed = logged + weight * _after_the_cut(machine, log, behaviour)
     scale = float(np.std(completed)) or machine.scale
-    found = {}
+    found, beyond = {}, _beyond_goals(machine, log, list(tables.values()))
     for i, name in enumerate(tables):  # the behaviour is the last one
         path = [round(row[i], 6) for row in curve]
-        fit = {"curve": path, "settled": bool(abs(path[-1] - path[-3]) < 0.1 * scale)}
+        still = abs(path[-1] - path[-3]) < 0.1 * scale  # so are values that only the bounds hold back
+        fit = {"curve": path, "settled": bool(still and beyond[i] < 0.05 * scale)}
         found[name] = _estimate(values[i], judged[i], values[-1], judged[-1]) | fit
     data = _interval(completed)
     error = found["behaviour"]["mean"] - data["mean"]
@@ -239,6 +240,22 @@ def fitted_q(log: Log, tables: dict[Any, Tensor], gamma: float, budget: Budget) 
         "calibration": {"error": error, "room": room, "good": bool(abs(error) <= room)},
         "bounds": machine.bounds,
     }
+
+
+@torch.no_grad()
+def _beyond_goals(machine: FittedQ, log: Log, tables: Sequence[Tensor]) -> list[float]:
+    """By how much the values of each policy's actions exceed all that its networks were to fit: the mean over the log's
+    states, in the worst fold. Values out there follow from no row."""
+    parts = []
+    for part in torch.arange(len(log.states), device=log.device).split(ACTED):
+        actions = torch.stack([t.expand(log.folds, -1, -1)[:, part] for t in tables])
+        parts.append(machine.values(machine.target, log.states[part].expand(log.folds, -1, -1), actions))
+    values = torch.cat(parts, 2)
+    usable = torch.as_tensor(log.usable, device=log.device)
+    following = (1 - log.terminated[usable]) * values[..., log.place[usable] + 1].clamp(*machine.bounds)
+    goals, own = log.rewards[usable] + machine.gamma * following, values[..., log.place]
+    beyond = own - own.clamp(goals.amin(2, keepdim=True), goals.amax(2, keepdim=True))
+    return beyond.abs().mean(2).amax(1).tolist()
 
 
 @torch.no_grad()
