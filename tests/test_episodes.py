@@ -237,6 +237,12 @@ def test_select_takes_numbers_or_a_mask():
             e.select(mask)
 
 
+def test_the_best_episodes_are_as_many_as_fit():
+    e = from_rows(rows(9), np.zeros((9, 1)), np.arange(9.0)[::-1], flags(9, 2, 5, 8))  # returns 21, 12 and 3
+    for fraction, kept in ((0.1, 3), (0.6, 3), (0.7, 6), (1.0, 9)):
+        assert e.top_fraction(fraction).observations[:, 0].tolist() == list(range(kept))
+
+
 def test_which_rows_have_a_known_successor_and_which_a_known_backup():
     e = simple()  # row 2 is terminated, row 5 truncated, and what followed is known of neither
     assert e.next_known.tolist() == [True, True, False, True, True, False]
