@@ -253,9 +253,8 @@ class Trainer:
 
     def _tell(self, bar: Progress) -> None:
         """Show the agent's new notes, each once, and store them in run.json."""
-        said = getattr(self.agent, "notes", [])
-        new = [note for note in dict.fromkeys(said) if note not in self.notes]
-        said.clear()
+        said = dict.fromkeys(getattr(self.agent, "notes", []))
+        new = [note for note in said if note not in self.notes]
         for note in new:
             bar.say(f"note: {note}")
         if new:

@@ -104,8 +104,11 @@ def gradients_of(agent, loss):
 
 def test_one_backward_pass_gives_every_network_its_own_gradient():
     """The joint gradient equals those of three separate losses: nothing leaks between the networks."""
-    agent, phase = make_agent(make_episodes(), clip=0.0)
-    batch = some(None, phase)
+    log = make_episodes()
+    log.actions[:] = 3 + 2 * log.actions  # a box that is not [-1, 1]
+    agent, phase = make_agent(log, clip=0.0)
+    batch, (low, high) = some(None, phase), map(torch.tensor, log.action_bounds)
+    unit = (batch["actions"] - low) / (high - low) * 2 - 1
     observations = agent.normalizer(batch["observations"])
     proposal = torch.randn(1, 16, 4).clamp(-0.5, 0.5)
     likely = agent.decode(observations, proposal).detach()
@@ -123,12 +126,12 @@ def test_one_backward_pass_gives_every_network_its_own_gradient():
         joint.update(batch)
     torch.testing.assert_close(torch.cat([p.grad.flatten() for p in joint.actor.parameters()]), separate)
     goal = agent.goal(batch, noise[:, 32:])
-    critic = (agent.values(agent.critics, observations, batch["actions"]) - goal[:, None]).square().mean(2).sum(1)
+    critic = (agent.values(agent.critics, observations, unit) - goal[:, None]).square().mean(2).sum(1)
     assert gradients_of(agent, critic) == {"critics"}
     for ours, alone in zip(joint.critics.parameters(), agent.critics.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, alone.grad)
-    mean, log_std = agent.encode(observations, batch["actions"])
-    vae = (agent.decode(observations, mean) - batch["actions"]).square().mean((1, 2))
+    mean, log_std = agent.encode(observations, unit)
+    vae = (agent.decode(observations, mean) - unit).square().mean((1, 2))
     assert gradients_of(agent, vae + 0.5 * bcq.kl_to_normal(mean, log_std)) == {"encoder", "decoder"}
     for ours, alone in zip(joint.decoder.parameters(), agent.decoder.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, alone.grad)

@@ -46,6 +46,7 @@ def test_log_probability_is_that_of_the_squashed_gaussian():
     expected = (expected - torch.log(sac.scale * (1 - torch.tanh(raw) ** 2))).sum(-1)
     torch.testing.assert_close(log_prob, expected, rtol=1e-3, atol=1e-4)
     assert (actions.abs() <= sac.scale).all()
+    assert torch.equal(sac.mode(observations), sac.sample(observations, torch.zeros(2, 5, 2))[0])
 
 
 def test_an_action_that_is_always_the_same_does_no_harm():
@@ -63,6 +64,9 @@ def test_an_action_that_is_always_the_same_does_no_harm():
 def test_one_update_is_the_textbook_gradient_step():
     """One seed by hand: separate losses, separate backward passes, same parameters before and after."""
     ours, theirs = (SAC(Config(hidden=[8]), SPACES, [5], torch.device("cpu")) for _ in range(2))
+    assert ours.log_alpha.item() == 0
+    for sac in (ours, theirs):  # at 0 a gradient of the temperature's loss in the actor would be 0, too
+        sac.log_alpha.data.fill_(-1.5)
     data = batch(seeds=1)
     torch.manual_seed(9)
     metrics = ours.update(data)

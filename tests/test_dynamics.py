@@ -265,16 +265,16 @@ def test_an_ensemble_of_other_layers_is_not_taken():
 
 
 def ends(name, *states):
-    following = torch.tensor(states)
-    return termination.find(name)(following, following, following).tolist()
+    following = torch.tensor(states)[:, None]  # (seeds, rows, observation)
+    return termination.find(name)(following, following, following)[:, 0].tolist()
 
 
 def test_terminations_at_known_states():
     rest = [0.0] * 9
-    assert ends("hopper", [1.2, 0.0, *rest], [0.69, 0, *rest], [1.2, 0.21, *rest], [1.2, -0.21, *rest]) == [0, 1, 1, 1]
+    assert ends("hopper", [1.2, 0.0, *rest], [0.7, 0, *rest], [1.2, 0.2, *rest], [1.2, -0.2, *rest]) == [0, 1, 1, 1]
     assert ends("hopper", [1.2, 0, *rest[:-1], -101.0], [1.2, 0, *rest[:-1], math.nan], [150.0, 0, *rest]) == [1, 1, 0]
     assert ends("walker2d", [1.2, 0.9, *rest], [0.8, 0, *rest], [2.0, 0, *rest], [1.2, -1.0, *rest]) == [0, 1, 1, 1]
-    assert ends("walker2d", [1.2, 0, *rest[:-1], 100.0]) == [1]
+    assert ends("walker2d", [1.2, 0, *rest[:-1], 100.0], [1.2, 0, *rest]) == [1, 0]
     assert ends("halfcheetah", [-5.0, 3.0], [99.0, -101.0], [math.nan, 0]) == [0, 1, 1]
     assert ends("ant", [0.2, 0], [1.0, 5.0], [0.19, 0], [1.01, 0], [0.5, math.inf]) == [0, 0, 1, 1, 1]
     for name in ("none", "pendulum", "abiomed"):

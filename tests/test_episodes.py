@@ -35,6 +35,9 @@ def test_flags_end_episodes_and_stay_apart():
     assert e.truncated.tolist() == [False] * 5 + [True]
     assert e.lengths.tolist() == [3, 3] and e.returns.tolist() == [3, 3]
     assert e.episode_ids.tolist() == [0, 0, 0, 1, 1, 1] and e.timesteps.tolist() == [0, 1, 2, 0, 1, 2]
+    assert [(p["terminated"].tolist(), p["truncated"].tolist()) for p in e] == [
+        ([False, False, True], [False] * 3), ([False] * 3, [False, False, True])
+    ]  # fmt: skip
 
 
 def test_a_row_may_be_both_terminated_and_truncated():
@@ -79,6 +82,8 @@ def test_missing_boundaries_are_noted_with_the_way_out(terminated, what):
     assert any(what in n and "--max-episode-steps" in n and "--split discontinuity" in n for n in notes)
     notes = simple(terminated=terminated, truncated=None, max_episode_steps=3).meta["notes"]
     assert not any("--max-episode-steps" in n for n in notes)
+    notes = simple(terminated=terminated, truncated=None, next_observations=np.roll(rows(6), -1, axis=0)).meta["notes"]
+    assert any(what in n for n in notes)
 
 
 def test_a_gap_in_next_observations_is_a_boundary():
@@ -133,8 +138,33 @@ def test_discontinuity_finds_resets_that_are_smaller_than_steps():
     found = jumps(observations, actions)
     assert found[:-1][truth[:-1]].mean() > 0.9 and (found & ~truth).sum() <= 2
     e = from_rows(observations, actions, np.zeros(2000), split="discontinuity")
+    assert e.truncated[:-1].tolist() == found[:-1].tolist() and e.truncated[-1]
     assert any("guessed" in note for note in e.meta["notes"])
     assert np.isfinite(jumps(np.full((50, 3), np.nan), actions[:50])).all()  # nothing to say, and no crash
+    assert not jumps(observations[98:101], actions[98:101]).any()  # three rows tell nothing of what is usual
+    assert not jumps(*swing(1, 5000, seed=3)).any()  # one long episode
+
+
+@pytest.mark.parametrize("low, middle, high", [(1.5, 3, 100), (1.4, 1.95, 2.5)])
+def test_a_jump_is_above_both_two_and_the_cut_between_the_clusters(low, middle, high):
+    """Most steps are 1, which is thus the usual one. 3 belongs to the cluster of 1.5, and 1.95 to that of 2.5."""
+    steps = np.ones(1000)
+    steps[200:209], steps[[300, 400, 600]], steps[[0, 500, 999]] = low, middle, high  # at the log's edges too
+    steps *= np.random.default_rng(0).choice([-1, 1], 1000)  # unpredictable
+    found = jumps(np.append(0, steps.cumsum())[:, None], np.zeros(1001, np.int64))
+    assert np.flatnonzero(found).tolist() == [0, 500, 999]
+
+
+def test_jumps_of_images_are_large_steps():
+    frames = np.random.default_rng(0).integers(0, 20, (60, 300)).astype(np.uint8)
+    frames[30:] += 100
+    assert np.flatnonzero(jumps(frames, np.zeros(60, np.int64))).tolist() == [29]
+
+
+def test_a_log_of_one_row():
+    e = from_rows([3.0], [[0.5]], [1.0], next_observations=[3.0])
+    assert e.observations.tolist() == [[3]] and e.final_observations.tolist() == [[3]] and e.offsets.tolist() == [0, 1]
+    assert e.final_known.tolist() == [True]  # there is no next episode whose first observation it could be
 
 
 def test_discrete_actions_are_integers_of_one_column():
@@ -174,6 +204,8 @@ def test_the_type_itself_refuses_what_cannot_be():
     good = simple()
     fields = {k: getattr(good, k) for k in Episodes.__dataclass_fields__}
     for change, message in [
+        ({"rewards": np.zeros(0)}, "no rows"),
+        ({"rewards": np.ones((6, 1))}, "rewards must be one number a row"),
         ({"offsets": np.array([0, 2, 6])}, "last row of every episode"),
         ({"offsets": np.array([0, 4, 3, 6])}, "offsets must rise"),
         ({"offsets": good.offsets.astype(float)}, "offsets must be one int64"),
@@ -205,6 +237,12 @@ def test_select_takes_numbers_or_a_mask():
             e.select(mask)
 
 
+def test_the_best_episodes_are_as_many_as_fit():
+    e = from_rows(rows(9), np.zeros((9, 1)), np.arange(9.0)[::-1], flags(9, 2, 5, 8))  # returns 21, 12 and 3
+    for fraction, kept in ((0.1, 3), (0.6, 3), (0.7, 6), (1.0, 9)):
+        assert e.top_fraction(fraction).observations[:, 0].tolist() == list(range(kept))
+
+
 def test_which_rows_have_a_known_successor_and_which_a_known_backup():
     e = simple()  # row 2 is terminated, row 5 truncated, and what followed is known of neither
     assert e.next_known.tolist() == [True, True, False, True, True, False]
@@ -216,6 +254,10 @@ def test_concatenate_shifts_offsets_and_keeps_shared_extras():
     b = simple(extras={"x": np.arange(6), "odd": np.zeros((6, 2))})
     both = concatenate([a, b])
     assert both.offsets.tolist() == [0, 3, 6, 9, 12] and set(both.extras) == {"x"}
+    both = concatenate(
+        [from_rows(rows(2), np.arange(2), np.ones(2), meta={"num_actions": n, "source": f"{n}"}) for n in (4, 9)]
+    )
+    assert both.num_actions == 9 and both.meta["source"] == ["4", "9"] and len(both.meta["notes"]) == 6
     with pytest.raises(DataError, match="cannot join"):
         concatenate([a, from_rows(np.zeros((2, 5)), np.zeros((2, 1)), np.zeros(2))])
 
@@ -249,6 +291,7 @@ def test_returns_to_go_and_statistics():
         ([-1, -1.5], [1, 0.2], {}, ([-1, -1.5], [1, 0.2])),
         ([0, 0], [0.1, 0.5], {"env_id": "d4rl/hopper"}, ([-1, -1], [1, 1])),
         ([0, 0], [0.1, 0.5], {"action_low": -2, "action_high": 3}, ([-2, -2], [3, 3])),
+        ([0, 0], [0.1, 0], {"action_low": [0, 0], "action_high": [1, 0]}, ([0, 0], [1, 0])),  # one never varies
     ],
 )
 def test_the_box_of_actions(low, high, meta, box):
@@ -296,7 +339,7 @@ def test_what_numpy_and_gymnasium_hand_out_is_taken():
     assert simple(max_episode_steps=2.0).lengths.tolist() == [2, 1, 2, 1]
 
 
-@pytest.mark.parametrize("wrong", [[0.5], [2], [-3], 0, slice(1), [[0]]])
+@pytest.mark.parametrize("wrong", [[0.5], [2], [0, 2], [-3], 0, slice(1), [[0]]])
 def test_episodes_are_selected_by_their_numbers(wrong):
     assert simple().select([-1, 0]).num_episodes == 2
     with pytest.raises(DataError, match="episodes are selected by a list of their numbers, 0 to 1"):

@@ -238,3 +238,10 @@ def test_an_environment_is_named_by_its_id_and_episodes_are_counted():
     assert rollout(act, 1, "Countdown-v0", np.int64(2))[0].shape == (1, 2)
     with pytest.raises(UsageError, match=r"episodes must be a whole number of at least 1, not 2\.0"):
         rollout(act, 1, "Countdown-v0", 2.0)
+
+
+def test_actions_are_clipped_to_the_environments_box(monkeypatch):
+    step, taken = Countdown.step, []
+    monkeypatch.setattr(Countdown, "step", lambda self, action: (taken.append(action.tolist()), step(self, action))[1])
+    rollout(lambda seen, state: (torch.tensor([[[-9.0], [0.5], [9.0]]]), state), 1, "Countdown-v0", 3)
+    assert taken[:3] == [[-1.0], [0.5], [1.0]]

@@ -238,6 +238,8 @@ def test_the_linear_penalty_of_live_rows():
     assert (found[:, 3] < 30).all()
     torch.testing.assert_close(found[0], linear(-gap[0], 0.0))
     torch.testing.assert_close(found[1, :30], linear(-gap[1, :30], 0.0))
+    alone = torch.tensor([True, False])  # its gap, 3, is both quartiles
+    assert linear(torch.tensor([-3.0, -5.0]), 0.0, alone).tolist() == [3, 3]
 
 
 def test_predictions_that_explode_are_cut_off_and_end_the_rollout():
@@ -252,6 +254,7 @@ def test_predictions_that_explode_are_cut_off_and_end_the_rollout():
     world.dynamics.target_mean[1] = torch.nan
     world.roll()
     assert world.ring.filled[0] == 0 and world.ring.table[0, :-1].abs().sum() == 0
+    assert world.metrics()["imagined_reward"][0] == 0  # of no row
     low, high = widen(torch.tensor([0.0, 3.0]), torch.tensor([2.0, 3.0]))
     assert low.tolist() == pytest.approx([-10, -2]) and high.tolist() == pytest.approx([12, 8])
 

@@ -101,6 +101,7 @@ def test_fitted_q_finds_the_true_values(discrete):
     assert fqe["calibration"]["good"] and right["settled"] and fqe["behaviour"]["settled"]
     assert abs(fqe["data"]["logged"] - true_values(0.6)[first].mean()) < 0.05
     assert right["low"] < right["mean"] < right["high"] and len(right["members"]) == 4
+    assert len(right["curve"]) == 10 and right["curve"][-1] == pytest.approx(right["mean"], abs=1e-5)
     json.dumps(found, allow_nan=False)
 
 
@@ -205,7 +206,7 @@ def test_support_of_known_policies():
     train, held = Log(log, spaces, CPU, 1), Log(fresh, spaces, CPU, 1)
     noise = torch.as_tensor(np.random.default_rng(5).standard_normal(held.actions.shape), dtype=torch.float32)
     again = 0.5 * torch.tanh(held.states[held.place]) + 0.1 * noise  # the same habits, drawn once more
-    tables = {0: held.actions, 1: held.actions + 3, 2: again, 3: torch.ones_like(held.actions)}
+    tables = {0: held.actions, 1: held.actions + 3, 2: again, 3: torch.tensor([[1.0, 0.0]]).expand(1000, 2)}
     for base in (train, held):
         found = support(held, base, {k: table_of(held, v) for k, v in tables.items()}, spaces, 900, 10, None)
         logged, shifted, drawn, edge = found["policies"]
@@ -218,6 +219,10 @@ def test_support_of_known_policies():
     assert found["states"] is None
     states = support(held, train, {0: table_of(held, held.actions)}, spaces, 900, 10, held.states[None] + 9)["states"]
     assert states["held_out_beyond"] == pytest.approx(0.05, abs=0.03) and states["imagined_beyond"] == [1.0]
+    log.observations[:25] = 9  # an imagined state is of no episode, and thus near the rows of the first, too
+    train = Log(log, spaces, CPU, 1)
+    found = support(train, train, {0: table_of(train, train.actions)}, spaces, 900, 10, torch.full((1, 5, 2), 9.0))
+    assert found["states"]["imagined_beyond"] == [0.0]
 
 
 def test_support_is_that_of_the_log_an_estimate_is_made_from():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import types
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -167,11 +168,35 @@ def test_the_end_of_a_phase_is_not_saved_where_that_takes_long(tmp_path, monkeyp
     assert saved[-1] == 50
 
 
+def test_a_checkpoint_is_made_when_the_last_one_is_too_old(tmp_path, monkeypatch):
+    saved, save, run, now = [], RunFolder.save, trainer.Stepper.run, [0.0]
+    monkeypatch.setattr(RunFolder, "save", lambda self, step, *rest: (saved.append(step), save(self, step, *rest)))
+    monkeypatch.setattr(trainer, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(trainer.Stepper, "run", lambda *given: (run(*given), now.append(now.pop() + 30)))
+    replaylab.train("toy", make_episodes(), out=tmp_path / "r", device="cpu", log_every=1, checkpoint_minutes=1)
+    assert saved[:3] == [3, 6, 9]  # an update takes half a minute
+
+
+def test_a_run_in_a_thread_leaves_signals_alone(tmp_path):
+    """Only the main thread may handle them."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(replaylab.train, "toy", make_episodes(), out=tmp_path / "r", device="cpu").result()
+
+
 def test_only_phases_with_a_policy_are_evaluated(tmp_path):
     log = make_episodes(observation=3, action=1, lengths=(30, 30))
     settings = {"env": "Pendulum-v1", "eval_every": 10, "eval_episodes": 1, "final_episodes": 2, "device": "cpu"}
     run = replaylab.train("toy", log, out=tmp_path / "r", **settings)
     assert [line["step"] for line in RunFolder(run).lines("eval.jsonl")] == [30, 40, 50]
+
+
+def test_the_end_of_every_phase_with_a_policy_is_evaluated_once(tmp_path, monkeypatch):
+    phases = Agent.phases
+    monkeypatch.setattr(Agent, "phases", lambda *given: [replace(p, evaluates=True) for p in phases(*given)])
+    settings = {"env": "Pendulum-v1", "eval_every": 10, "eval_episodes": 1, "final_episodes": 2, "device": "cpu"}
+    log = make_episodes(observation=3, action=1, lengths=(30, 30))
+    run = replaylab.train("toy", log, out=tmp_path / "r", world=20, stop_at=99, policy=20, **settings)
+    assert [line["step"] for line in RunFolder(run).lines("eval.jsonl")] == [10, 20, 30, 40]
 
 
 def test_acting_settings_are_swept_without_training(tmp_path, capsys):

@@ -11,10 +11,10 @@ import torch
 from conftest import make_episodes
 
 import replaylab
-from replaylab.algos import dt
+from replaylab.algos import Spaces, bc, dt
 from replaylab.envs import Noise
 from replaylab.errors import UsageError
-from replaylab.evaluate import pick_device
+from replaylab.evaluate import Policy, pick_device
 
 TINY = {"steps": 20, "width": 16, "context": 4, "rtg_scale": 1.0, "target": 5.0, "lr": 0.01, "final_episodes": 0}
 
@@ -38,6 +38,8 @@ def test_the_reward_of_the_last_episode_is_not_taken_off_the_next(run, log):
     acted = policy.act(rows[4:6], rewards=[3.0, 1.0])[0]  # 3 ended the episode before
     np.testing.assert_allclose(acted, first, rtol=0, atol=1e-6)  # one row and two are not summed alike on every CPU
     assert policy.state.asked.tolist() == [[5.0, 4.0]]
+    policy.act(rows[5:7], rewards=0.5)  # one number is that of all
+    assert policy.state.asked.tolist() == [[4.5, 3.5]]
 
 
 def test_a_policy_that_counts_rewards_asks_for_them(run, log, tmp_path):
@@ -54,7 +56,13 @@ def test_a_policy_that_counts_rewards_asks_for_them(run, log, tmp_path):
         assert not policy.state.waits
 
 
-@pytest.mark.parametrize("rewards", [[1.0, 2.0], float("nan"), "much", [None] * 3])
+def test_a_policy_without_a_memory_asks_for_none(log):
+    spaces = Spaces.of(log)
+    policy = Policy(bc.Agent(bc.Config(hidden=[4]), spaces, [0], torch.device("cpu")), spaces, torch.device("cpu"))
+    assert np.array_equal(policy.act(log.observations[0]), policy.act(log.observations[0]))
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 2.0], [1.0, np.nan, 2.0], float("nan"), "much", [None] * 3])
 def test_rewards_that_are_none(run, log, rewards):
     policy = replaylab.load_policy(run)
     policy.act(log.observations[:3])
@@ -70,6 +78,7 @@ def test_rewards_that_are_none(run, log, rewards):
         (np.array(["a"] * 4), "observations of numbers, not <U1"),
         (np.array([None] * 4), "observations of numbers, not object"),
         (np.full(4, 1e39), "NaN or infinity"),
+        (np.zeros((2, 3, 4)), "observations of shape"),
     ],
 )
 def test_observations_that_are_none(run, seen, told):
@@ -138,6 +147,13 @@ def test_settings_of_acting_that_change_nothing_are_refused(run):
 def test_devices_that_nothing_runs_on(name):
     with pytest.raises(UsageError, match="use auto, cpu or cuda"):
         pick_device(name)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto").type == "cpu"
+    with pytest.raises(UsageError, match="torch sees no GPU here"):
+        pick_device("cuda")
 
 
 def test_a_policy_takes_numpys_numbers_for_its_seed_and_one_target(run, log):

@@ -43,17 +43,18 @@ def test_losses_by_hand():
     outputs = torch.tensor([[math.log(3.0), 0.0, 1.0], [math.log(3.0), 0.0, 1.0]])
     old = torch.full((2,), math.log(0.5))
     policy, value, entropy, _ = losses(
-        outputs, torch.tensor([0, 1]), old, torch.tensor([0.0, 0.95]), torch.tensor([1.0, 1.0]),
-        torch.tensor([2.0, 0.0]), 0.1,
+        outputs, torch.tensor([0, 1]), old, torch.tensor([0.0, 1.5]), torch.tensor([1.0, 1.0]),
+        torch.tensor([2.0, 3.0]), 0.1,
     )  # fmt: skip
     assert policy.item() == pytest.approx(-(1.1 + 0.5) / 2)  # the gain is clipped, the loss is not
-    # first: (1 - 2)^2 = 1 against (0.1 - 2)^2 = 3.61; second: 1 against 1, as 1 is within 0.1 of 0.95
-    assert value.item() == pytest.approx(0.5 * (3.61 + 1) / 2)
+    # first: (1 - 2)^2 = 1 against (0.1 - 2)^2 = 3.61; second: (1 - 3)^2 = 4 against (1.4 - 3)^2 = 2.56
+    assert value.item() == pytest.approx(0.5 * (3.61 + 4) / 2)
     assert entropy.item() == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
     same = torch.tensor([math.log(0.75), math.log(0.25)])
-    down, *_, apart = losses(
-        outputs, torch.tensor([0, 1]), same, torch.ones(2), torch.tensor([-1.0, 3.0]), torch.ones(2), 0.1
+    down, near, _, apart = losses(
+        outputs, torch.tensor([0, 1]), same, torch.full((2,), 0.95), torch.tensor([-1.0, 3.0]), torch.ones(2), 0.1
     )
+    assert near.item() == 0  # 1 is within 0.1 of 0.95
     assert down.item() == pytest.approx(-1.0) and apart.item() == pytest.approx(0, abs=1e-6)
 
 
@@ -62,6 +63,8 @@ def test_policy_has_the_originals_shape():
     for actions, parameters in ((3, 963_204), (18, 970_899)):
         policy = PixelPolicy(palette, 4, (105, 80), actions, 0)
         assert sum(p.numel() for p in policy.parameters()) == parameters
+    with pytest.raises(ValueError, match="too small"):
+        PixelPolicy(palette, 4, (105, 31), 3, 0)  # convolutions leave 6, 2 and 0 columns
     frames = torch.randint(128, (2, 4, 105, 80), dtype=torch.uint8)
     outputs = policy(frames)
     assert outputs.shape == (2, 19) and outputs[:, :-1].abs().max() < 0.1  # all but random at first
@@ -135,11 +138,16 @@ def test_the_end_of_a_stretch_is_bootstrapped_once():
     for seen in (1.0, 3.0):
         ppo.act(torch.tensor([[seen]]))
         ppo.receive(torch.tensor([1.0]), torch.tensor([False]))
-    ppo.stop(torch.tensor([[8.0]]))
+    ppo.stop(torch.tensor([[16.0]]))
+    objective, learned = ppo.objective, []
+    ppo.objective = lambda seen, played, rows: learned.append(played) or objective(seen, played, rows)
     ppo.learn()
-    assert ppo.values[:, 0].tolist() == [1.0, 3.0, 8.0]
+    assert ppo.values[:, 0].tolist() == [1.0, 3.0, 16.0]
     found = advantages(ppo.rewards, ppo.values, ppo.ended, 0.5, 0.5)[:, 0]
-    assert found.tolist() == [1 + 1.5 - 1 + 0.25 * 2, 1 + 0.5 * 8 - 3]  # r + gamma V once
+    assert found.tolist() == [1 + 1.5 - 1 + 0.25 * 6, 1 + 0.5 * 16 - 3]  # 3 and 6: r + gamma V once
+    *_, advantage, returns = learned[0]
+    assert returns.tolist() == [3 + 1, 6 + 3]
+    assert advantage.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-4)  # 4.5 is the mean, 1.5 sqrt 2 s
     assert ppo.cursor.item() == 0
 
 

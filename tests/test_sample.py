@@ -11,7 +11,7 @@ import replaylab
 from replaylab.algos import Spaces, bcq, diffusion_dice, gormpo, mopo
 from replaylab.data import sample
 from replaylab.data.episodes import Episodes, from_rows
-from replaylab.data.sample import Store, Transitions, Windows, draw
+from replaylab.data.sample import Store, Transitions, Windows, draw, left_out
 from replaylab.errors import DataError
 from replaylab.models.imagine import unpack
 from replaylab.step import Stepper
@@ -24,6 +24,13 @@ def test_a_row_is_followed_by_its_own_successor(episodes, resident):
     np.testing.assert_allclose(batch["next_observations"][0, :, 0], batch["observations"][0, :, 0] + 1)
     np.testing.assert_array_equal(batch["terminated"][0].numpy() > 0, episodes.terminated)
     np.testing.assert_array_equal(batch["next_observations"][0].numpy(), episodes.next_observations())
+    assert rows.resident == resident and left_out(episodes, "dynamics") == []
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_log_is_copied_to_the_device_if_twice_its_size_fits(monkeypatch, episodes, room):
+    monkeypatch.setattr(sample, "fits", lambda nbytes, _: room and nbytes == 2 * episodes.nbytes)
+    assert Store(episodes, "cpu").resident == room
 
 
 @pytest.mark.parametrize("piece", [1, 40, 100])
@@ -52,6 +59,8 @@ def test_rows_without_a_known_successor_are_drawn_only_if_nothing_followed(termi
     assert set(range(10)) - set(batch["observations"][0, :, 0].int().tolist()) == (set() if terminated else {4, 9})
     assert batch["next_observations"].isfinite().all()
     assert len(set(Transitions(Store(log, "cpu"), [0], 64, next_observations=False).draw(0, 50).flatten())) == 10
+    with pytest.raises(DataError, match="so there is no transition to learn from"):
+        Transitions(Store(without_finals(10, length=1, terminated=False), "cpu"), [0], 64)
 
 
 def agent_of(module, log: Episodes, **settings):

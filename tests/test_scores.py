@@ -59,6 +59,9 @@ def test_the_table_is_whole():
     assert scores.reference("pointmaze-large-diverse") == (0.0, 1.0)
     assert scores.reference("PointMaze_UMaze-v3") is None
     assert all(low < high for low, high in scores.REFERENCES.values())
+    sums = (-829.907, 52209.4897), (19161.6, 319192.1)  # nothing else would show a changed digit
+    for table, known in zip((scores.REFERENCES, scores.ATARI), sums, strict=True):
+        assert [sum(column) for column in zip(*table.values(), strict=True)] == pytest.approx(known, abs=1e-4)
 
 
 def test_atari_games_whatever_the_frames():

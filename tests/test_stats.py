@@ -135,7 +135,8 @@ def test_a_task_counts_once_however_many_seeds_it_has():
 
 def test_aggregate_intervals_are_stratified():
     # the first task never varies; the second one's mean is 0, 5 or 10 with probabilities 1/4, 1/2, 1/4
-    assert aggregate([[1000.0, 1000.0], [0.0, 10.0]], "mean") == (502.5, 500.0, 505.0)
+    for kind in ("mean", "median"):  # of two tasks the same
+        assert aggregate([[1000.0, 1000.0], [0.0, 10.0]], kind) == (502.5, 500.0, 505.0)
     assert aggregate([[1000.0, 1000.0], [0.0, 10.0]], "mean", confidence=0.4)[1:] == (502.5, 502.5)
     assert np.isnan(aggregate([[1.0], [2.0]], "mean")[1:]).all()
     with pytest.raises(ValueError, match="at least one score"):
@@ -149,6 +150,7 @@ def test_performance_profile_by_hand():
     np.testing.assert_allclose(share, [1, 0.75, 0.625, 0])
     assert low[0] == high[0] == 1 and low[3] == high[3] == 0  # every resample agrees at the ends
     assert low[2] < 0.625 < high[2]
+    assert [x.tolist() for x in performance_profile([[1.0], [0.0, 2.0]], [1])] == [[0.25], [0], [0.5]]
     assert np.isnan(performance_profile([[1.0]], [0])[1]).all()
 
 

@@ -365,7 +365,7 @@ def from_rows(
         )
     last = np.flatnonzero(ends)
     final, known = finals(observations, next_observations, last)
-    if silent and (next_observations is None or not known.all()):
+    if silent and not known.all():
         what = "marks no episode ends" if flagless else "marks no time limits"
         notes.append(
             f"the file {what}, so an episode that ran out of time may be joined to the next one: "
