@@ -8,7 +8,9 @@ from the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -42,9 +44,21 @@ class Graph:
         else:
             if self.graph is None:
                 self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
+                with _uncollected(), torch.cuda.graph(self.graph):
                     self.body()
             self.graph.replay()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's collector waits: destroying an old graph, which it may come upon, breaks the capture of another."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Stepper:

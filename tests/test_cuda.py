@@ -116,6 +116,27 @@ def test_optimisers_with_twins_are_captured_as_they_run(lr):
     assert all(map(torch.equal, *found))
 
 
+def test_an_old_graph_does_not_break_a_capture():
+    """Whatever was captured before is destroyed when Python's collector comes upon it, and it may come at any time."""
+    device, x = torch.device("cuda"), torch.zeros(1, device="cuda")
+    old = Graph(lambda: x.add_(1), device)
+    for _ in range(4):
+        old()
+    old.body = lambda old=old: None  # holds itself: only the collector frees it
+    del old
+
+    def body():
+        x.add_(1)
+        for _ in range(100_000):  # more than the collector lets pass
+            cycle = []
+            cycle.append(cycle)
+
+    step = Graph(body, device)
+    for _ in range(5):
+        step()
+    assert x.item() == 9
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_lr", [2e-3, 0.0])
 def test_mbarc_deterministic_and_stopped_it_ends_the_same(world_lr, tmp_path, monkeypatch):

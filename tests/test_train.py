@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -16,7 +18,7 @@ from replaylab import trainer
 from replaylab.algos import Spaces, bc
 from replaylab.errors import DataError, MissingExtra, ReplaylabError, UsageError
 from replaylab.run import RunFolder
-from replaylab.step import Stepper
+from replaylab.step import WARM_UP, Graph, Stepper
 
 SMALL = {"steps": 300, "batch_size": 32, "hidden": [32], "device": "cpu"}
 
@@ -236,6 +238,18 @@ def test_captured_equals_eager(log):
         found.append(agent.state_dict())
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_the_collector_waits_for_a_capture(monkeypatch):
+    """It may find an old graph; to destroy one breaks the capture of another."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    seen = []
+    step = Graph(lambda: seen.append(gc.isenabled()), torch.device("cuda"))
+    step.warm = WARM_UP
+    step()
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 def test_data_too_large_for_the_device_stays_on_the_host(log, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from gymnasium.utils import EzPickle, seeding
 from replaylab.envs.vector import PlainVectorEnv, RestingVectorEnv, Step
 from replaylab.errors import require
 
-mujoco: Any = require("mujoco", "the D4RL environments")
+mujoco: Any = require("mujoco", "playing in a D4RL environment")
 from gymnasium.envs.mujoco import MujocoEnv  # noqa: E402  needs mujoco, whose absence is reported above
 
 Array = np.ndarray

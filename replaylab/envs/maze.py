@@ -29,7 +29,7 @@ from replaylab.envs.d4rl import MujocoEnv, mujoco, simulation
 from replaylab.errors import UsageError, nearest, require
 
 with contextlib.redirect_stderr(io.StringIO()):  # it prints a notice about the hands, which are not used here
-    robotics: Any = require("gymnasium_robotics", "the mazes")
+    robotics: Any = require("gymnasium_robotics", "playing in a maze")
 maps: Any = importlib.import_module("gymnasium_robotics.envs.maze.maps")
 walls: Any = importlib.import_module("gymnasium_robotics.envs.maze.maze_v4")
 
