@@ -391,6 +391,11 @@ def test_save_refuses_to_replace_unless_told(tmp_path):
     (tmp_path / "home" / "letter.txt").write_text("dear")
     with pytest.raises(DataError, match="no dataset and is not replaced"):
         save(make(), tmp_path / "home", overwrite=True)
+    (tmp_path / "store" / "letter.txt").write_text("dear")
+    with pytest.raises(DataError, match=r"letter\.txt is no part of a dataset, and the whole folder would be replaced"):
+        save(make(), tmp_path / "store", overwrite=True)
+    assert (tmp_path / "store" / "letter.txt").read_text() == "dear"
+    (tmp_path / "store" / "letter.txt").unlink()
     for bad in ("x.csv", "x.pkl", "x.unknown"):
         with pytest.raises(UsageError, match="known: d4rl, dqn-replay, minari, native, npz"):
             save(make(), tmp_path / bad)

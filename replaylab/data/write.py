@@ -12,6 +12,7 @@ from replaylab.data.formats import FORMATS, SUFFIXES
 from replaylab.data.read import one_line
 from replaylab.errors import DataError, ReplaylabError, UsageError, nearest
 
+PARTS = (".npy", ".npz", ".json", ".gz", ".hdf5")  # files that a dataset in a folder consists of
 WRITABLE = [name for name, module in FORMATS.items() if hasattr(module, "write")]
 
 
@@ -51,6 +52,10 @@ def check_target(path: Path, format: str | None, overwrite: bool) -> str:
         raise DataError(f"{path}: exists already; pass --overwrite to replace it")
     if path.is_dir() and not any(FORMATS[name].sniff(path) for name in ("native", "minari", "dqn-replay")):
         raise DataError(f"{path}: this folder is no dataset and is not replaced")
+    for file in path.rglob("*"):
+        if file.is_file() and file.suffix not in PARTS and not file.name.startswith("."):
+            lies = f"{file.relative_to(path)} is no part of a dataset"
+            raise DataError(f"{path}: {lies}, and the whole folder would be replaced: move it away first")
     return name
 
 
