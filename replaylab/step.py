@@ -99,6 +99,10 @@ class Stepper:
                 self.under_way.synchronize()
             self.under_way = done
 
+    def release(self) -> None:
+        """Give back the memory of the graph now: in a cycle as it is, Python's collector would do so some day."""
+        self.step.graph = None
+
     def read(self) -> dict[str, list[float]]:
         """Mean of each metric per seed since the last call. Waits for the device."""
         means = {name: (total / max(self.count, 1)).tolist() for name, total in self.sums.items()}

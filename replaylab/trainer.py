@@ -171,6 +171,7 @@ class Trainer:
                     self._save(stepper)  # so that a finished phase is not lost
                 if self.stopped:
                     self._interrupt()
+                stepper.release()
         episodes = self.options.final_episodes
         judged = [line for line in self.folder.lines("eval.jsonl") if line.get("step") == self.step]
         if stepper is not None or not any(line.get("episodes", 0) >= episodes for line in judged):

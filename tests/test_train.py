@@ -252,6 +252,20 @@ def test_the_collector_waits_for_a_capture(monkeypatch):
     assert gc.isenabled()
 
 
+def test_each_phase_gives_back_its_graph(log, tmp_path, monkeypatch):
+    """MBARC has forty-five phases; their memory must not pile up."""
+    holding, release = [], Stepper.release
+
+    def noted(self):
+        self.step.graph = "a graph"
+        release(self)
+        holding.append(self.step.graph)
+
+    monkeypatch.setattr(Stepper, "release", noted)
+    replaylab.train("mopo", log, preset="debug", out=tmp_path / "r", device="cpu", eval_every=-1, final_episodes=0)
+    assert holding == [None, None]  # dynamics, policy
+
+
 def test_data_too_large_for_the_device_stays_on_the_host(log, tmp_path, monkeypatch):
     replaylab.train("bc", log, out=tmp_path / "resident", **SMALL)
     monkeypatch.setattr("replaylab.data.sample.fits", lambda *a: False)
