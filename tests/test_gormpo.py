@@ -97,7 +97,7 @@ def test_a_seed_does_not_depend_on_its_neighbours():
 def uninterrupted(kind):
     torch.manual_seed(0)
     agent, phases = make_agent(
-        make_log(), (0, 1), density=kind, uncertainty="aleatoric", density_steps=FEW.get(kind, 6)
+        make_log(), (0, 1), density=kind, uncertainty="aleatoric", density_steps=FEW.get(kind, 6), carried=0.3
     )
     train(agent, phases)
     return agent
@@ -109,6 +109,7 @@ def uninterrupted(kind):
 def test_resume_is_exact(kind, stop):
     """Cut inside the density, inside and between epochs of the ensemble, between and inside rollouts."""
     log, settings = make_log(), {"density": kind, "uncertainty": "aleatoric", "density_steps": FEW.get(kind, 6)}
+    settings["carried"] = 0.3
     torch.manual_seed(0)
     first, phases = make_agent(log, (0, 1), **settings)
     train(first, phases, stop=stop)

@@ -59,7 +59,7 @@ class Normal(torch.nn.Module):
         return -x.square().sum(-1)
 
 
-def make_world(seeds=(0, 1), rows=12, length=4, penalties=None, done=termination.never, members=3, noise=True):
+def make_world(seeds=(0, 1), rows=12, length=4, penalties=None, done=termination.never, members=3, noise=True, **carry):
     """An ensemble of two linear layers' worth of numbers, a policy that is a formula, a start table."""
     torch.manual_seed(0)
     dynamics = Dynamics(seeds, 2, 1, [5], members, 2)
@@ -86,6 +86,8 @@ def make_world(seeds=(0, 1), rows=12, length=4, penalties=None, done=termination
         rows,
         length,
         1,
+        begins=torch.randn(5, 2),
+        **carry,
     )
     world.prepare(7)
     if not noise:
@@ -106,14 +108,16 @@ def answer(dynamics, seed, member, s, a):
     return x[:3] * dynamics.target_std + dynamics.target_mean, (logvar / 2).exp() * dynamics.target_std
 
 
-def slow_rollout(world, seed, penalise, done):
-    """One row at a time in plain Python; the ring's rows in order."""
+def slow_rollout(world, seed, penalise, done, carried=()):
+    """One row at a time in plain Python; the ring's rows in order. `carried`: where the first rows begin, and, when
+    done, where they end (None: nowhere)."""
     kept, rows = [], world.rows
-    states = [(world.starts[i], True) for i in world.first[seed]]
+    states = [(world.starts[i], True, n) for n, i in enumerate(world.first[seed])]
+    states[: len(carried)] = [(s, True, n) for n, s in enumerate(carried)]
     for t in range(world.length):
         states = [states[i] for i in world.order[seed, t]]
         following = []
-        for i, (s, live) in enumerate(states):
+        for i, (s, live, n) in enumerate(states):
             a = torch.tanh(2 * s[:1] + world.action_noise[seed, t, i])
             member = int(world.dynamics.elites[seed, i * 2 // rows])
             mean, deviation = answer(world.dynamics, seed, member, s, a)
@@ -123,8 +127,11 @@ def slow_rollout(world, seed, penalise, done):
             over = bool(done(s[None], a[None], s2[None])[0])
             if live:
                 kept.append(torch.cat([2 * s, a, (r - penalise(s2, a, everyone))[None], torch.tensor([over]), 2 * s2]))
-            following.append((s2, live and not over))
+            following.append((s2, live and not over, n))
         states = following
+    for s, live, n in states:
+        if n < len(carried):
+            carried[n] = s if live else None
     return torch.stack(kept)
 
 
@@ -168,6 +175,27 @@ def test_a_rollout_is_the_slow_one(kind):
     assert metrics["imagined_ends"][1].item() == pytest.approx(batch["terminated"].mean().item())
     first = unpack(world.ring.table[1, : world.rows], 2)["terminated"].sum().item()
     assert world.survivors[1].item() == world.rows - first
+
+
+def test_carried_rows_play_on_from_the_first_states():
+    world = make_world(length=3, carried=5, most=7, done=falls)
+    begun, states, ages = 0, [[None] * 5 for _ in range(2)], [[0] * 5 for _ in range(2)]
+    for number in range(6):
+        world.prepare(number)
+        for seed in range(2):
+            for n in range(5):
+                if states[seed][n] is None or ages[seed][n] >= 7:
+                    states[seed][n], ages[seed][n], begun = world.begins[world.begin[seed, n]], 0, begun + 1
+        world.ring = Ring(2, 12 * 3, 7, CPU)
+        world.roll()
+        for seed in range(2):
+            kept = slow_rollout(world, seed, lambda *_: 0.0, falls, states[seed])
+            assert world.ring.filled[seed] == len(kept)
+            torch.testing.assert_close(world.ring.table[seed, : len(kept)], kept)
+            ages[seed] = [7 if s is None else age + 3 for s, age in zip(states[seed], ages[seed], strict=True)]
+            assert world.ages[seed].tolist() == ages[seed]
+            assert world.metrics()["carried_steps"][seed] == np.mean(ages[seed])
+    assert 10 < begun < 60  # some played on, some fell or were old enough
 
 
 def test_what_each_elite_expects_is_the_slow_sum():

@@ -189,7 +189,8 @@ class Agent(nn.Module):
         gaps = [given is None for (kind, given) in kinds if kind != "none"] + [config.rollout_length is None]
         where = f" (not given, so {origin})" if any(gaps) else ""
         steps = f"{self.length} step{'' if self.length == 1 else 's'}"
-        self.notes.append(f"imagines {steps}, {' and '.join(described) or 'no penalty: MBPO'}{where}")
+        on = f", {100 * config.carried:g} % of the rows playing on to {config.carried_steps}" if config.carried else ""
+        self.notes.append(f"imagines {steps}{on}, {' and '.join(described) or 'no penalty: MBPO'}{where}")
         return found[0], found[1]
 
     def _termination(self, episodes: Episodes, data: Logged) -> termination.Termination:
@@ -252,6 +253,9 @@ class Agent(nn.Module):
             rows=rows,
             length=self.length,
             actions=actions,
+            begins=data.first,
+            carried=int(rows * config.carried),
+            most=config.carried_steps,
         )
         ours = self.termination in termination.KNOWN.values()  # a user's function may not fit a CUDA graph
         self.rollout = Graph(self.imagination.roll, self.device, capture=ours)
@@ -354,6 +358,7 @@ class Agent(nn.Module):
     def training_state(self) -> dict[str, Tensor]:
         state = {f"ring.{k}": v for k, v in self.ring.state().items()}
         state |= {"cursor": self.cursor, "number": torch.tensor(self.number)}
+        state |= {"carried.states": self.imagination.states, "carried.ages": self.imagination.ages}
         if self.density is not None:
             state |= {f"density.{k}": v for k, v in self.density.state().items()}
         if self.fit is not None:
@@ -364,6 +369,9 @@ class Agent(nn.Module):
         self.lacking = None
         self.ring.load(under("ring.", state))
         self.cursor.copy_(state["cursor"])
+        if "carried.states" in state:  # runs of before this was there carry none
+            self.imagination.states.copy_(state["carried.states"])
+            self.imagination.ages.copy_(state["carried.ages"])
         if int(state["number"]) >= 0:
             self._draw(int(state["number"]))
         if self.density is not None:

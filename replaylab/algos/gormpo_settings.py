@@ -54,6 +54,13 @@ class Config(SACConfig):
     max_epochs: int = knob(200, "most epochs of the ensemble", COUNT)
     rollout_batch: int = knob(50_000, "logged states that each rollout starts from", COUNT)
     rollout_length: int | None = knob(None, "imagined steps from each of them; default: by dataset, else 5", COUNT)
+    carried: float = knob(
+        0.0,
+        "share of the imagined rows that play on where their last rollout ended, from the log's first states at first; "
+        "the others start anywhere in the log",
+        SHARE,
+    )
+    carried_steps: int = knob(200, "imagined steps after which those begin anew", COUNT)
     rollout_every: int = knob(1000, "policy updates between rollouts", COUNT)
     retain: int = knob(5, "newest rollouts that are kept as training data", COUNT)
     real_ratio: float = knob(0.05, "share of logged rows in a policy batch; the others are imagined", SHARE)

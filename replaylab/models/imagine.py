@@ -2,6 +2,10 @@
 
     a ~ pi(s),   (s' - s, r) ~ N(mu_i(s, a), sigma_i(s, a)) of a random elite i,   stored reward r - penalty(s, a, s')
 
+Rollouts are short and begin in logged states, so where only the policy leads is never imagined, and it may fall there.
+Some rows can therefore be *carried*: they begin in the log's first states, as the policy will, and each rollout takes
+them on from where the last one left them.
+
 A rollout is a fixed sequence of kernels, so that one CUDA graph holds it: rows that have terminated are still computed,
 but not stored. All randomness (first states, which elite predicts which row, noise) is drawn beforehand as a function
 of (seed, number of the rollout). A seed thus imagines the same whichever seeds are trained with it, and resuming needs
@@ -53,6 +57,7 @@ class Logged:
         store = Store(episodes, device, resident=True)
         usable = Transitions(store, [0], 1)
         rows = usable.rows if usable.rows is not None else torch.arange(len(episodes), device=device)
+        self.first = store.observations(torch.as_tensor(episodes.offsets[:-1], device=device))  # of each episode
         self.observations, self.following = store.observations(rows), store.next_observations(rows)
         self.actions, self.rewards, self.terminated = (
             x[rows] for x in (store.actions, store.rewards, store.terminated)
@@ -155,7 +160,8 @@ class Penalties:
 
 
 class Imagination:
-    """Rollouts of `length` steps from `rows` logged states of each seed, stored in `ring`.
+    """Rollouts of `length` steps from `rows` states of each seed, stored in `ring`: logged states, but for the first
+    `carried` rows, which play on from `begins` for at most `most` steps.
 
     In each step the rows are split among the elites in equal random parts, so that each row passes through one network;
     only the ensemble's own penalty needs all members.
@@ -177,6 +183,9 @@ class Imagination:
         rows: int,
         length: int,
         actions: int,
+        begins: Tensor,  # (episodes, observation)
+        carried: int = 0,
+        most: int = 0,
     ):
         self.seeds, self.dynamics, self.policy, self.normalize = list(seeds), dynamics, policy, normalize
         self.termination, self.penalties, self.ring = termination, penalties, ring
@@ -189,6 +198,10 @@ class Imagination:
         self.model_noise = torch.zeros(count, length, rows, outputs, device=device)
         self.sums = torch.zeros(len(self.METRICS), count, device=device)
         self.survivors = torch.zeros(count, device=device)  # rows still live after the first step
+        self.begins, self.carried, self.most = begins, carried, most
+        self.begin = torch.zeros(count, carried, dtype=torch.int64, device=device)
+        self.states = torch.zeros(count, carried, starts.shape[1], device=device)  # where the carried rows are
+        self.ages = torch.full((count, carried), most, device=device)  # steps that they have played; at `most` anew
 
     def prepare(self, number: int) -> None:
         """Draw all the randomness of this rollout."""
@@ -199,6 +212,8 @@ class Imagination:
                 order.copy_(torch.randperm(self.rows, generator=g, device=order.device))
             self.action_noise[i].normal_(generator=g)
             self.model_noise[i].normal_(generator=g)
+            if self.carried:
+                self.begin[i].random_(0, len(self.begins), generator=g)
 
     @torch.no_grad()
     def roll(self) -> None:
@@ -207,13 +222,23 @@ class Imagination:
         networks = self.dynamics.networks(elites_only=self.penalties.uncertainty == "none")
         observations = self.starts[self.first]  # (seeds, rows, observation)
         live = torch.ones_like(self.first, dtype=torch.bool)
+        if self.carried:
+            anew = self.ages >= self.most
+            self.ages.masked_fill_(anew, 0)
+            observations[:, : self.carried] = torch.where(anew[..., None], self.begins[self.begin], self.states)
+        origin = torch.arange(self.rows, device=live.device).expand_as(live)  # the place of each row at first
         for step in range(self.length):
             order = self.order[:, step]
+            origin = origin.gather(1, order)
             live = live.gather(1, order)
             observations = observations.gather(1, order[..., None].expand_as(observations))
             observations, live = self._step(step, observations, live, networks)
             if step == 0:
                 self.survivors.copy_(live.sum(1))
+        if self.carried:
+            place = origin.argsort(1)[:, : self.carried]
+            self.states.copy_(observations.gather(1, place[..., None].expand_as(self.states)))
+            self.ages.add_(self.length).masked_fill_(~live.gather(1, place), self.most)
 
     def _step(self, step: int, observations: Tensor, live: Tensor, networks: tuple) -> tuple[Tensor, Tensor]:
         normal = self.normalize(observations)
@@ -265,6 +290,8 @@ class Imagination:
         rows = self.sums[-1]
         means = self.sums / rows.clamp(min=1)
         found = dict(zip(self.METRICS, means, strict=True)) | {"imagined_rows": rows.clone()}
+        if self.carried:
+            found["carried_steps"] = self.ages.float().mean(1)
         if not self.penalties.coefficient:
             del found["penalised"]
         if not self.penalties.coefficient and self.penalties.uncertainty == "none":
