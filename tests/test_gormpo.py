@@ -255,6 +255,8 @@ def test_an_ensemble_that_predicts_nothing_is_one_line():
         ({"alpha_max": -1.0}, "alpha_max must be at least 0"),
         ({"rollout_length": 0}, "rollout_length"),
         ({"retain": 0}, "retain"),
+        ({"carried": 1.5}, "carried"),
+        ({"carried_steps": 50}, "--carried-steps without carried rows"),
         ({"percentile": 0.0}, "percentile"),
         ({"penalty_coef": math.nan}, "penalty_coef must be at least 0, not nan"),
         ({"uncertainty_coef": -1.0}, "uncertainty_coef must be"),

@@ -358,7 +358,8 @@ class Agent(nn.Module):
     def training_state(self) -> dict[str, Tensor]:
         state = {f"ring.{k}": v for k, v in self.ring.state().items()}
         state |= {"cursor": self.cursor, "number": torch.tensor(self.number)}
-        state |= {"carried.states": self.imagination.states, "carried.ages": self.imagination.ages}
+        if self.imagination.carried:
+            state |= {"carried.states": self.imagination.states, "carried.ages": self.imagination.ages}
         if self.density is not None:
             state |= {f"density.{k}": v for k, v in self.density.state().items()}
         if self.fit is not None:
@@ -369,7 +370,7 @@ class Agent(nn.Module):
         self.lacking = None
         self.ring.load(under("ring.", state))
         self.cursor.copy_(state["cursor"])
-        if "carried.states" in state:  # runs of before this was there carry none
+        if self.imagination.carried:
             self.imagination.states.copy_(state["carried.states"])
             self.imagination.ages.copy_(state["carried.ages"])
         if int(state["number"]) >= 0:

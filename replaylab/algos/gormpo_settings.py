@@ -144,6 +144,8 @@ def check(config: Config) -> None:
         )
     if config.penalty == "none" and (idle := changed(config, ("percentile", "density_inputs"), PRESETS.values())):
         raise UsageError(f"{idle[0]} without a density's penalty does nothing: leave it out, or pass --penalty")
+    if not config.carried and changed(config, ("carried_steps",), PRESETS.values()):
+        raise UsageError("--carried-steps without carried rows does nothing: pass --carried too")
     check_percentile(config.percentile)
 
 

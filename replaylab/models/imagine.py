@@ -226,19 +226,24 @@ class Imagination:
             anew = self.ages >= self.most
             self.ages.masked_fill_(anew, 0)
             observations[:, : self.carried] = torch.where(anew[..., None], self.begins[self.begin], self.states)
-        origin = torch.arange(self.rows, device=live.device).expand_as(live)  # the place of each row at first
         for step in range(self.length):
             order = self.order[:, step]
-            origin = origin.gather(1, order)
             live = live.gather(1, order)
             observations = observations.gather(1, order[..., None].expand_as(observations))
             observations, live = self._step(step, observations, live, networks)
             if step == 0:
                 self.survivors.copy_(live.sum(1))
         if self.carried:
-            place = origin.argsort(1)[:, : self.carried]
-            self.states.copy_(observations.gather(1, place[..., None].expand_as(self.states)))
-            self.ages.add_(self.length).masked_fill_(~live.gather(1, place), self.most)
+            self._carry(observations, live)
+
+    def _carry(self, observations: Tensor, live: Tensor) -> None:
+        """Note where the first rows are, which have changed places at every step, and whether they go on."""
+        origin = self.order[:, 0]
+        for step in range(1, self.length):
+            origin = origin.gather(1, self.order[:, step])
+        place = origin.argsort(1)[:, : self.carried]
+        self.states.copy_(observations.gather(1, place[..., None].expand_as(self.states)))
+        self.ages.add_(self.length).masked_fill_(~live.gather(1, place), self.most)
 
     def _step(self, step: int, observations: Tensor, live: Tensor, networks: tuple) -> tuple[Tensor, Tensor]:
         normal = self.normalize(observations)
@@ -291,7 +296,7 @@ class Imagination:
         means = self.sums / rows.clamp(min=1)
         found = dict(zip(self.METRICS, means, strict=True)) | {"imagined_rows": rows.clone()}
         if self.carried:
-            found["carried_steps"] = self.ages.float().mean(1)
+            found["carried_steps"] = torch.where(self.ages < self.most, self.ages, 0).float().mean(1)
         if not self.penalties.coefficient:
             del found["penalised"]
         if not self.penalties.coefficient and self.penalties.uncertainty == "none":

@@ -20,6 +20,7 @@ MEANING = {
     "penalised": "Share of imagined steps below the density's threshold",
     "penalty": "Mean reward taken off an imagined step, coefficient included",
     "imagined_reward": "Mean reward of an imagined step, before penalties",
+    "carried_steps": "Steps that carried rows have played since a first state, on average; 0 for those that begin anew",
     "imagined_ends": "Share of imagined steps at which the episode ends",
     "imagined_wild": "Share of imagined steps beyond the limits of the data, where the episode is cut off",
     "imagined_rows": "Imagined steps in the last rollout",
