@@ -100,7 +100,7 @@ class Stepper:
             self.under_way = done
 
     def release(self) -> None:
-        """Give back the memory of the graph now: in a cycle as it is, Python's collector would do so some day."""
+        """Give back the graph's memory. It is part of a reference cycle, so Python's collector would do so some day."""
         self.step.graph = None
 
     def read(self) -> dict[str, list[float]]:

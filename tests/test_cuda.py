@@ -15,7 +15,7 @@ from replaylab.models.adafactor import Adafactor
 from replaylab.models.adam import adam
 from replaylab.models.world_training import descend
 from replaylab.run import RunFolder
-from replaylab.step import Graph, Stepper
+from replaylab.step import WARM_UP, Graph, Stepper
 from replaylab.trainer import Interrupted
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -24,7 +24,7 @@ SHORT = {
     "bc": {"steps": 60},
     "dt": {"steps": 40, "dropout": 0.0},
     "mopo": {"steps": 40, "max_epochs": 1},
-    "gormpo": {"steps": 40, "max_epochs": 1, "density_steps": 20},
+    "gormpo": {"steps": 40, "max_epochs": 1, "density_steps": 20, "rollout_every": 5, "carried": 0.3},
     "bcq": {"steps": 40},
     "diffusion-dice": {"behavior_steps": 30, "critic_steps": 30},
 }
@@ -117,24 +117,33 @@ def test_optimisers_with_twins_are_captured_as_they_run(lr):
 
 
 def test_an_old_graph_does_not_break_a_capture():
-    """Whatever was captured before is destroyed when Python's collector comes upon it, and it may come at any time."""
-    device, x = torch.device("cuda"), torch.zeros(1, device="cuda")
-    old = Graph(lambda: x.add_(1), device)
-    for _ in range(4):
-        old()
-    old.body = lambda old=old: None  # holds itself: only the collector frees it
-    del old
+    """Python's collector would come upon it just then."""
+    x = torch.zeros(1, device="cuda")
 
     def body():
         x.add_(1)
-        for _ in range(100_000):  # more than the collector lets pass
-            cycle = []
-            cycle.append(cycle)
+        if torch.cuda.is_current_stream_capturing():
+            _litter()
 
-    step = Graph(body, device)
-    for _ in range(5):
+    old, step = Graph(lambda: x.add_(1), x.device), Graph(body, x.device)
+    for _ in range(WARM_UP + 1):
+        old()
+    for _ in range(WARM_UP):
         step()
-    assert x.item() == 9
+    held = [old.graph]
+    held.append(held)  # only the collector frees it
+    old.graph = None
+    del held
+    step()
+    step()
+    assert x.item() == 2 * WARM_UP + 3
+
+
+def _litter():
+    """Enough for the collector to come by."""
+    for _ in range(10_000):
+        cycle = []
+        cycle.append(cycle)
 
 
 @pytest.mark.timeout(600)
